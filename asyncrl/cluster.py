@@ -1,0 +1,207 @@
+"""Placement on Ray: actors for trainer ranks and rollout workers. Ray is imported here alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from asyncrl import plugins
+from asyncrl.config import Config
+from asyncrl.interfaces import StepReport
+from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.trainer.rank import TrainerRank
+
+_OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum: trajectories and weights never go through it.
+
+
+class PartFailed(RuntimeError):
+    """A trainer rank or rollout worker raised or died; says which, and why."""
+
+
+async def _result(ref: Any, part: str) -> Any:
+    try:
+        return await ref
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, BaseException) else error
+        raise PartFailed(f"{part}: {type(cause).__name__}: {cause}") from error
+    except RayActorError as error:
+        raise PartFailed(f"{part} died: {error}") from error
+
+
+def _log_to_file(run_dir: Path, name: str) -> None:
+    """Sends all that this process and its children print to a file of their own."""
+    log = (run_dir / "logs" / f"{name}.log").open("a", buffering=1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+
+
+class _TrainerActor(TrainerRank):
+    def redirect_output(self, run_dir: Path, name: str) -> None:
+        _log_to_file(run_dir, name)
+
+
+class _RolloutActor(RolloutWorker):
+    async def redirect_output(self, run_dir: Path, name: str) -> None:
+        _log_to_file(run_dir, name)
+
+
+class RayTrainerGroup:
+    """All trainer ranks; every call is entered by all of them in rank order."""
+
+    def __init__(self, config: Config, *, model_folder: Path, buffer_name: str, run_dir: Path):
+        options = plugins.load("devices", config.device).actor_options()
+        self._run_dir = run_dir
+        self._ranks = [
+            ray.remote(_TrainerActor)
+            .options(**options)
+            .remote(
+                config,
+                rank=rank,
+                num_ranks=config.trainer.num_devices,
+                model_folder=model_folder,
+                buffer_name=buffer_name,
+                run_dir=run_dir,
+            )
+            for rank in range(config.trainer.num_devices)
+        ]
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        refs = [getattr(actor, method).remote(*args) for actor in self._ranks]
+        parts = [_result(ref, f"trainer rank {rank}") for rank, ref in enumerate(refs)]
+        return list(await asyncio.gather(*parts))
+
+    async def start(self) -> None:
+        """Loads the model on every rank and joins them in one process group."""
+        for rank, actor in enumerate(self._ranks):
+            await actor.redirect_output.remote(self._run_dir, f"trainer-{rank}")
+        await self._all("start", f"tcp://127.0.0.1:{_free_port()}")
+
+    async def step(self) -> StepReport:
+        """One optimizer step; the report of rank 0, already reduced over ranks."""
+        report: StepReport = (await self._all("step"))[0]
+        return report
+
+    async def export_weights(self, folder: Path) -> None:
+        """Writes the current weights; rank 0 holds the pen, all ranks gather."""
+        await self._all("export_weights", folder)
+
+    async def save_model(self, folder: Path) -> None:
+        """Writes a Hugging Face folder with the current weights."""
+        await self._all("save_model", folder)
+
+    async def close(self) -> None:
+        """Leaves the process group and ends the ranks."""
+        await self._all("close")
+
+
+class RayRolloutWorker:
+    """One rollout worker, as `asyncrl.interfaces.RolloutWorker`."""
+
+    def __init__(
+        self, config: Config, *, index: int, model_folder: Path, buffer_name: str, run_dir: Path
+    ) -> None:
+        options = plugins.load("devices", config.device).actor_options()
+        self._name = f"rollout-{index}"
+        self._run_dir = run_dir
+        self._actor = (
+            ray.remote(_RolloutActor)
+            .options(**options, max_concurrency=64)
+            .remote(
+                config,
+                index=index,
+                model_folder=model_folder,
+                buffer_name=buffer_name,
+                run_dir=run_dir,
+            )
+        )
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        ref = getattr(self._actor, method).remote(*args, **kwargs)
+        return await _result(ref, self._name)
+
+    async def start(self) -> None:
+        await self._call("redirect_output", self._run_dir, self._name)
+        await self._call("start")
+
+    async def run(self) -> None:
+        await self._call("run")
+
+    async def load_weights(self, folder: Path, *, version: int) -> None:
+        await self._call("load_weights", folder, version=version)
+
+    async def evaluate(self, prompt_indices: Sequence[int]) -> list[dict[str, Any]]:
+        samples: list[dict[str, Any]] = await self._call("evaluate", prompt_indices)
+        return samples
+
+    async def stats(self) -> dict[str, float]:
+        stats: dict[str, float] = await self._call("stats")
+        return stats
+
+    async def drain_samples(self) -> list[dict[str, Any]]:
+        samples: list[dict[str, Any]] = await self._call("drain_samples")
+        return samples
+
+    async def stop(self) -> None:
+        await self._call("stop")
+
+
+class Cluster:
+    """Ray, local or joined, and the actors of one run on it."""
+
+    def __init__(self, config: Config, *, model_folder: Path, buffer_name: str, run_dir: Path):
+        self._config = config
+        # Without these Ray spends seconds on a dashboard and writes to the user's screen.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        local: dict[str, Any] = {}
+        if config.cluster.address is None:
+            needed = config.rollout.num_devices + config.trainer.num_devices
+            local = {
+                "num_cpus": config.cluster.devices_per_node or needed,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+                "include_dashboard": False,
+            }
+        ray.init(
+            address=config.cluster.address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **local,
+        )
+        places = {"model_folder": model_folder, "buffer_name": buffer_name, "run_dir": run_dir}
+        self.trainer = RayTrainerGroup(config, **places)  # type: ignore[arg-type]
+        self.workers = [
+            RayRolloutWorker(config, index=index, **places)  # type: ignore[arg-type]
+            for index in range(config.rollout.num_devices)
+        ]
+
+    async def stop(self) -> list[str]:
+        """Ends workers and ranks within `deadlines.stop_s`; what did not end in time, by name."""
+        parts = {"trainer": self.trainer.close()}
+        parts |= {f"rollout-{i}": worker.stop() for i, worker in enumerate(self.workers)}
+        tasks = {asyncio.ensure_future(work): name for name, work in parts.items()}
+        done, late = await asyncio.wait(tasks, timeout=self._config.deadlines.stop_s)
+        failed = [task for task in done if isinstance(task.exception(), PartFailed | RayError)]
+        for task in late:
+            task.cancel()
+        return sorted(tasks[task] for task in [*late, *failed])
+
+    def close(self) -> None:
+        """Ends every Ray process of this run."""
+        ray.shutdown()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

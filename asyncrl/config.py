@@ -1,0 +1,528 @@
+"""How a run is described: frozen pydantic models, YAML and `key=value` overrides, cross-checks.
+
+What can be derived is a property here, never a second setting. Plug-in sections (`data`, `reward`,
+`rollout.engine`, `algorithm.loss`, `weights`, `trackers`) keep their own settings; the plug-in's
+`Config` checks them when the configuration is loaded. What only the machine can tell (files,
+devices, memory) is `asyncrl.preflight`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from asyncrl import plugins
+from asyncrl.correction import Correction, parse_shorthand
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run: what was wrong, what is legal, which setting to change."""
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values never change after loading."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
+
+
+class PluginSection(BaseModel):
+    """A section whose settings, besides `type`, belong to the plug-in module that `type` names."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    type: str
+    """Module in the family's folder, or the dotted name of a module of your own."""
+
+    def settings(self, family: str) -> Any:
+        """The plug-in's own `Config`, checked."""
+        module = plugins.load(family, self.type)
+        if not hasattr(module, "Config"):
+            raise ValueError(f"module {self.type} has no class Config, so it is no plug-in")
+        return module.Config(**self.model_dump())
+
+
+class Run(Section):
+    name: str = Field(default="run", pattern=r"^[\w.-]+$")
+    """Letters, digits, '_', '-' and '.'; part of the run folder's name."""
+    dir: Path | None = None
+    """Run folder; default `runs/<name>-<time>`."""
+    seed: int = 0
+    compare_to: Path | None = None
+    """A finished run's folder; the summary then says how much faster this run was."""
+
+
+class RandomModel(Section):
+    """A small transformer from random weights, with a character tokenizer."""
+
+    architecture: Literal["qwen3", "llama"] = "qwen3"
+    alphabet: str = "abcdefgh>"
+    """Characters of the vocabulary; padding and end of text are added."""
+    num_layers: int = Field(default=2, ge=1)
+    hidden_size: int = Field(default=64, ge=8)
+    num_heads: int = Field(default=4, ge=1)
+    max_positions: int = Field(default=256, ge=8)
+
+    @model_validator(mode="after")
+    def _heads_divide_the_width(self) -> RandomModel:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"model.random.hidden_size={self.hidden_size} does not divide over "
+                f"model.random.num_heads={self.num_heads}; make it a multiple"
+            )
+        return self
+
+
+class Model(Section):
+    path: Path | None = None
+    """Hugging Face folder with weights and tokenizer; null = `random`."""
+    random: RandomModel | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Model:
+        if (self.path is None) == (self.random is None):
+            raise ValueError(
+                "set exactly one of model.path (a Hugging Face folder) and model.random"
+            )
+        return self
+
+
+class Advantage(Section):
+    estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+
+
+class Kl(Section):
+    """Penalty against the initial policy, added to the loss."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+class Overlong(Section):
+    """Soft length penalty (DAPO, arXiv 2503.14476 §3.4): 0 up to `max_response_tokens -
+    buffer_tokens`, then falling linearly to -penalty at `max_response_tokens`."""
+
+    buffer_tokens: int = Field(ge=1)
+    penalty: float = Field(default=1.0, gt=0)
+
+
+class Algorithm(Section):
+    group_size: int = Field(default=8, ge=1)
+    """n: completions a prompt group."""
+    mini_batch_groups: int = Field(default=16, ge=1)
+    """Prompt groups in one mini-batch; R = this x async.require_batches."""
+    advantage: Advantage = Advantage()
+    loss: PluginSection = PluginSection(type="clipped")
+    kl: Kl = Kl()
+    overlong: Overlong | None = None
+
+    @model_validator(mode="after")
+    def _group_has_a_baseline(self) -> Algorithm:
+        if self.group_size < 2:
+            raise ValueError(
+                f"algorithm.group_size={self.group_size}: {self.advantage.estimator} centres "
+                "rewards on the group, so a group of 1 has advantage 0; set it to 2 or more"
+            )
+        return self
+
+
+class Rollout(Section):
+    engine: PluginSection = PluginSection(type="builtin")
+    num_devices: int = Field(default=1, ge=1)
+    """Rollout workers, each with one engine on one device."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of each engine."""
+    max_prompt_tokens: int = Field(default=32, ge=1)
+    max_response_tokens: int = Field(default=8, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    max_failures: int = Field(default=10, ge=0)
+    """Failed prompt groups a run survives; one more ends it."""
+
+
+class Trainer(Section):
+    total_steps: int = Field(default=100, ge=1)
+    num_devices: int = Field(default=1, ge=1)
+    """Data-parallel FSDP2 ranks."""
+    num_threads: int = Field(default=1, ge=1)
+    lr: float = Field(default=1e-3, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Padded tokens of one forward pass."""
+    gradient_checkpointing: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_rejected_batches: int = Field(default=10, ge=0)
+    """Batches in a row whose every token was rejected; one more ends the run."""
+
+
+class Async(Section):
+    staleness_threshold: float = Field(default=1.0, ge=0)
+    """s: slots beyond one version's need, as a share of it; 0 = synchronous."""
+    trigger_parameter_sync_step: int = Field(default=1, ge=1)
+    """T: optimizer steps a published version."""
+    require_batches: int = Field(default=1, ge=1)
+    """Mini-batches an optimizer step takes from the buffer."""
+    lookahead: int = Field(default=0, ge=0)
+    """W: how far past the oldest unconsumed group a ready one may overtake."""
+    partial_rollout: bool = True
+    """Running requests go on under new weights; false: they finish under the old ones first."""
+    stale: Literal["mask", "refill"] = "mask"
+    """A token beyond the bound is masked, or its group is evicted and its prompt admitted again."""
+    rollout_correction: Correction = Correction()
+
+    @field_validator("rollout_correction", mode="before")
+    @classmethod
+    def _shorthand(cls, value: Any) -> Any:
+        return parse_shorthand(value) if isinstance(value, str) else value
+
+
+class Validation(Section):
+    num_prompts: int = Field(default=64, ge=0)
+    """Held-out prompts, answered before the first and after the last step; 0 = none."""
+    every_versions: int | None = Field(default=None, ge=1)
+    """Also after each that many versions; rollouts go on meanwhile."""
+
+
+class Buffer(Section):
+    capacity_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    """Shared memory of the trajectory buffer."""
+
+
+class Cluster(Section):
+    num_nodes: int = Field(default=1, ge=1)
+    devices_per_node: int | None = Field(default=None, ge=1)
+    """Accelerators a node has; on a CPU: cores to use (null = what is there)."""
+    address: str | None = None
+    """Ray cluster to join; null starts a local one."""
+
+
+class Deadlines(Section):
+    """Seconds that each wait may take; a wait that takes longer ends the run by name."""
+
+    start_s: float = Field(default=300, gt=0)
+    take_s: float = Field(default=300, gt=0)
+    """For a batch to fill."""
+    generate_s: float = Field(default=300, gt=0)
+    reward_s: float = Field(default=30, gt=0)
+    step_s: float = Field(default=600, gt=0)
+    publish_s: float = Field(default=120, gt=0)
+    stop_s: float = Field(default=20, gt=0)
+
+
+class Config(Section):
+    """One run."""
+
+    run: Run = Run()
+    device: str = "cpu"
+    """Module in asyncrl/devices."""
+    model: Model
+    data: PluginSection
+    reward: PluginSection
+    algorithm: Algorithm = Algorithm()
+    rollout: Rollout = Rollout()
+    trainer: Trainer = Trainer()
+    asynchrony: Async = Field(default=Async(), alias="async")
+    validation: Validation = Validation()
+    weights: PluginSection = PluginSection(type="shared_memory")
+    trackers: tuple[PluginSection, ...] = (
+        PluginSection(type="jsonl"),
+        PluginSection(type="tensorboard"),
+    )
+    buffer: Buffer = Buffer()
+    cluster: Cluster = Cluster()
+    deadlines: Deadlines = Deadlines()
+
+    @property
+    def groups_per_step(self) -> int:
+        """R: prompt groups an optimizer step."""
+        return self.algorithm.mini_batch_groups * self.asynchrony.require_batches
+
+    @property
+    def groups_per_version(self) -> int:
+        """R x T."""
+        return self.groups_per_step * self.asynchrony.trigger_parameter_sync_step
+
+    @property
+    def num_slots(self) -> int:
+        """C = floor((1 + s) R T): groups admitted and not yet given back, at most."""
+        # In decimal, as it was written: 1 + s in binary may fall just below the slot it names.
+        threshold = Fraction(str(self.asynchrony.staleness_threshold))
+        return math.floor((1 + threshold) * self.groups_per_version)
+
+    @property
+    def max_staleness(self) -> int:
+        """floor((C + W - 1) / (R T)): the proved bound on any trained token's staleness."""
+        return (self.num_slots + self.asynchrony.lookahead - 1) // self.groups_per_version
+
+    @property
+    def num_versions(self) -> int:
+        """Publications in the whole run; the last step always publishes."""
+        return math.ceil(self.trainer.total_steps / self.asynchrony.trigger_parameter_sync_step)
+
+    @model_validator(mode="after")
+    def _sizes_fit_together(self) -> Config:
+        problems = [*_batch_problems(self), *_length_problems(self), *_schedule_problems(self)]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @model_validator(mode="after")
+    def _plugins_accept_their_settings(self) -> Config:
+        problems = [
+            problem
+            for key, family, section in plugin_sections(self)
+            for problem in _plugin_problems(key, family, section)
+        ]
+        if self.device not in (known := plugins.names("devices")) and "." not in self.device:
+            near = difflib.get_close_matches(self.device, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            problems.append(
+                f"device={self.device} is none of {', '.join(known)} (modules in "
+                f"asyncrl/devices){hint}"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def plugin_sections(config: Config) -> list[tuple[str, str, PluginSection]]:
+    """(dotted key, plug-in family, section) of every plug-in section of a configuration."""
+    return [
+        ("data", "datasets", config.data),
+        ("reward", "rewards", config.reward),
+        ("rollout.engine", "engines", config.rollout.engine),
+        ("algorithm.loss", "losses", config.algorithm.loss),
+        ("weights", "weights", config.weights),
+        *(
+            (f"trackers.{index}", "trackers", section)
+            for index, section in enumerate(config.trackers)
+        ),
+    ]
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The checked configuration of a YAML file with `key=value` overrides.
+
+    A value given on the command line replaces what the file has at that key; plug-in sections
+    come back with all their settings. Raises ConfigError, one line a problem, for what is wrong.
+    """
+    values = _read(path)
+    for override in overrides:
+        values = _replace(values, override)
+    try:
+        config = Config.model_validate(values)
+        # Once more, with the plug-ins' defaults filled in: what is dumped is what was run.
+        return Config.model_validate(resolved(config))
+    except ValidationError as error:
+        raise ConfigError(_describe(error, Config)) from error
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """Plain values of every setting, defaults and plug-in settings included; `load` reads them."""
+    values = config.model_dump(mode="json", by_alias=True)
+    for key, family, section in plugin_sections(config):
+        *parents, last = key.split(".")
+        parent: Any = values
+        for part in parents:
+            parent = parent[part]
+        parent[int(last) if last.isdigit() else last] = section.settings(family).model_dump(
+            mode="json", by_alias=True
+        )
+    return values
+
+
+def to_yaml(config: Config) -> str:
+    """`resolved` as YAML text."""
+    import yaml
+
+    return yaml.safe_dump(resolved(config), sort_keys=False)
+
+
+def resolve_config_path(name_or_path: str) -> Path:
+    """The YAML file of a path, or of a name such as `quickstart` or `configs/quickstart.yaml`.
+
+    Names are looked up in the checkout's configs/ and in those that a wheel carries. Raises
+    ConfigError with the names there are.
+    """
+    given = Path(name_or_path)
+    if given.is_file():
+        return given
+    package = Path(__file__).parent
+    folders = [package.parent / "configs", package / "configs"]
+    name = given.name if given.suffix in (".yaml", ".yml") else f"{given.name}.yaml"
+    is_name = given.parent in (Path(), Path("configs"))
+    for folder in folders:
+        if is_name and (folder / name).is_file():
+            return folder / name
+    known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+    near = difflib.get_close_matches(given.stem, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ";"
+    raise ConfigError(
+        f"no configuration file {name_or_path}{hint} --config takes the path of a YAML file or one "
+        f"of: {', '.join(known)}"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The values of a YAML file, with interpolations resolved and shorthands expanded."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not path.is_file():
+        raise ConfigError(f"no configuration file {path}; --config takes the path of a YAML file")
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: the top level must be a mapping of sections")
+    section = values.get("async")
+    if isinstance(section, dict) and "rollout_correction" in section:
+        section["rollout_correction"] = _expand(section["rollout_correction"])
+    return {str(key): value for key, value in values.items()}
+
+
+def _replace(values: dict[str, Any], override: str) -> dict[str, Any]:
+    """The values with one `key=value` override applied."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    key, has_value, text = override.partition("=")
+    if not has_value or not key.strip():
+        raise ConfigError(f"override {override!r} is not of the form key=value")
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+        assert isinstance(value, dict)
+        tree = OmegaConf.create(values)
+        new = _expand(value["value"]) if key == _CORRECTION_KEY else value["value"]
+        OmegaConf.update(tree, key, new, merge=False)
+        merged = OmegaConf.to_container(tree, resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, IndexError) as error:
+        raise ConfigError(f"override {override!r}: {error}") from error
+    assert isinstance(merged, dict)
+    return {str(name): value for name, value in merged.items()}
+
+
+_CORRECTION_KEY = "async.rollout_correction"
+
+
+def _expand(correction: Any) -> Any:
+    """A correction shorthand as its table, so that overrides of single fields find the table."""
+    try:
+        return parse_shorthand(correction) if isinstance(correction, str) else correction
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _batch_problems(config: Config) -> list[str]:
+    trajectories = config.groups_per_step * config.algorithm.group_size
+    if trajectories % config.trainer.num_devices == 0:
+        return []
+    return [
+        f"a step's {trajectories} trajectories (algorithm.mini_batch_groups "
+        f"{config.algorithm.mini_batch_groups} x async.require_batches "
+        f"{config.asynchrony.require_batches} x algorithm.group_size "
+        f"{config.algorithm.group_size}) do not divide over trainer.num_devices="
+        f"{config.trainer.num_devices} ranks; change one of them so that they do"
+    ]
+
+
+def _length_problems(config: Config) -> list[str]:
+    problems = []
+    rollout, overlong = config.rollout, config.algorithm.overlong
+    if overlong and overlong.buffer_tokens >= rollout.max_response_tokens:
+        problems.append(
+            f"algorithm.overlong.buffer_tokens={overlong.buffer_tokens} is as long as the whole "
+            f"response (rollout.max_response_tokens={rollout.max_response_tokens}), so every "
+            "answer would be penalised; set it below rollout.max_response_tokens"
+        )
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if config.trainer.micro_batch_tokens < longest:
+        problems.append(
+            f"trainer.micro_batch_tokens={config.trainer.micro_batch_tokens} cannot hold one "
+            f"trajectory of rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} "
+            f"tokens; set trainer.micro_batch_tokens >= {longest}"
+        )
+    return problems
+
+
+def _schedule_problems(config: Config) -> list[str]:
+    problems = []
+    if config.trainer.warmup_steps > config.trainer.total_steps:
+        problems.append(
+            f"trainer.warmup_steps={config.trainer.warmup_steps} is longer than the run "
+            f"(trainer.total_steps={config.trainer.total_steps}), so trainer.lr would never be "
+            "reached; set it to at most trainer.total_steps"
+        )
+    if config.validation.every_versions and config.validation.num_prompts == 0:
+        problems.append(
+            f"validation.every_versions={config.validation.every_versions} with "
+            "validation.num_prompts=0 validates nothing; set validation.num_prompts > 0 or "
+            "validation.every_versions=null"
+        )
+    return problems
+
+
+def _plugin_problems(key: str, family: str, section: PluginSection) -> list[str]:
+    try:
+        section.settings(family)
+    except ValidationError as error:
+        return [_describe(error, plugins.load(family, section.type).Config, key)]
+    except (ValueError, ImportError) as error:
+        return [f"{key}.type={section.type}: {error}"]
+    return []
+
+
+def _describe(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
+    """One line a problem, each naming the dotted key; unknown keys with the nearest legal one."""
+    return "\n".join(_line(problem, model, prefix) for problem in error.errors())
+
+
+def _line(problem: Mapping[str, Any], model: type[BaseModel], prefix: str) -> str:
+    path = [str(part) for part in problem["loc"]]
+    key = ".".join([prefix, *path] if prefix else path)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key}{_nearest(path, model)}"
+    if problem["type"] == "missing":
+        return f"{key} is missing; set it in the YAML or with {key}=..."
+    value = problem["input"]
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    is_own_message = problem["type"] == "value_error"
+    if is_own_message and (not path or message.startswith(key)):
+        return message
+    if isinstance(value, str | int | float | bool | list | None):
+        return f"{key}={'null' if value is None else value}: {message}"
+    return f"{key}: {message}"
+
+
+def _nearest(path: Sequence[str], model: type[BaseModel]) -> str:
+    """'; did you mean ...' for an unknown key, from the fields of the section it stands in."""
+    section = model
+    for part in path[:-1]:
+        if part.isdigit():
+            continue
+        fields = {field.alias or name: field for name, field in section.model_fields.items()}
+        inner = _section_in(fields[part].annotation) if part in fields else None
+        if inner is None:
+            return ""
+        section = inner
+    legal = [field.alias or name for name, field in section.model_fields.items()]
+    near = difflib.get_close_matches(path[-1], legal, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; legal: {', '.join(sorted(legal))}"
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section class in an annotation such as `Section | None` or `tuple[Section, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (_section_in(argument) for argument in get_args(annotation))
+    return next((section for section in inner if section is not None), None)

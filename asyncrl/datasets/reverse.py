@@ -1,0 +1,71 @@
+"""A procedural task that a tiny model learns from nothing: write the letters backwards."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Literal
+
+from pydantic import BaseModel, Field, field_validator
+
+from asyncrl.datasets import Shuffle, Split, is_in_split
+from asyncrl.interfaces import Prompt
+
+_MAX_ROWS = 1_000_000
+
+
+class Config(BaseModel, frozen=True, extra="forbid"):
+    """Every string of `length` letters is a row: "abcd>" asks for "dcba"."""
+
+    type: Literal["reverse"] = "reverse"
+    alphabet: str = "abcdefgh"
+    length: int = Field(default=4, ge=2)
+    validation_share: float = Field(default=0.1, gt=0, lt=1)
+    """Share of the rows that is held out, chosen by the hash of the row."""
+
+    @field_validator("alphabet")
+    @classmethod
+    def _letters_differ(cls, value: str) -> str:
+        if len(set(value)) != len(value) or len(value) < 2 or ">" in value:
+            raise ValueError("give at least two letters, each once, and not '>'")
+        return value
+
+
+def check(config: Config) -> None:
+    """ValueError for an alphabet and length with too many rows to list or too few to split."""
+    num_rows = len(config.alphabet) ** config.length
+    if num_rows > _MAX_ROWS:
+        raise ValueError(
+            f"data.alphabet of {len(config.alphabet)} letters and data.length={config.length} make "
+            f"{num_rows} rows; at most {_MAX_ROWS} are listed: shorten data.length"
+        )
+    for split in ("train", "validation"):
+        if not _words(config, split=split):
+            raise ValueError(
+                f"data.alphabet={config.alphabet!r}, data.length={config.length} and "
+                f"data.validation_share={config.validation_share} leave no {split} row; raise "
+                "data.length or change data.validation_share"
+            )
+
+
+def _words(config: Config, *, split: Split) -> list[str]:
+    words = ("".join(letters) for letters in product(config.alphabet, repeat=config.length))
+    return [
+        w for w in words if is_in_split(w, split=split, validation_share=config.validation_share)
+    ]
+
+
+class Dataset:
+    """Implements `asyncrl.interfaces.Dataset`; prompts are plain text, answers are strings."""
+
+    def __init__(self, config: Config, *, seed: int, split: Split) -> None:
+        check(config)
+        self._words = _words(config, split=split)
+        self._shuffle = Shuffle(len(self._words), seed=seed)
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def prompt(self, index: int) -> Prompt:
+        """The word at a position of the stream, and the word backwards as its answer."""
+        word = self._words[self._shuffle.row(index)]
+        return Prompt(index=index, messages=f"{word}>", answer=word[::-1])

@@ -1,0 +1,216 @@
+"""What is checked on this machine before any process starts: files, packages, devices, memory.
+
+`check` finds all problems and raises once; `describe` says what a configuration amounts to.
+Values that do not fit each other are `asyncrl.config`'s business.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from asyncrl import plugins
+from asyncrl.config import Config, ConfigError, plugin_sections
+from asyncrl.correction import formula
+from asyncrl.observe.run_folder import RunFolder
+from asyncrl.trajectory import FinishReason, PromptGroup, Trajectory, group_num_bytes
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def check(config: Config) -> None:
+    """Returns when the run can start here; raises ConfigError with one line a problem otherwise."""
+    problems = [
+        *_model_problems(config),
+        *_plugin_problems(config),
+        *_context_problems(config),
+        *_device_problems(config),
+        *_memory_problems(config),
+        *_folder_problems(config),
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def describe(config: Config) -> str:
+    """The derived sizes, the staleness bound and the correction formula, one fact a line."""
+    asynchrony = config.asynchrony
+    steps = asynchrony.trigger_parameter_sync_step
+    trajectories = config.groups_per_step * config.algorithm.group_size
+    is_synchronous = config.num_slots == config.groups_per_version and not asynchrony.lookahead
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    return "\n".join(
+        [
+            f"prompt groups a step      R = {config.groups_per_step}  "
+            f"({trajectories} trajectories of at most {longest} tokens)",
+            f"steps a policy version    T = {steps}  "
+            f"({config.trainer.total_steps} steps, {config.num_versions} versions)",
+            f"staleness threshold       s = {asynchrony.staleness_threshold:g}"
+            + ("  (synchronous)" if is_synchronous else ""),
+            f"slots                     C = {config.num_slots}  (floor((1 + s) R T))",
+            f"lookahead                 W = {asynchrony.lookahead}",
+            f"staleness bound           async.max_staleness = {config.max_staleness}  "
+            "(floor((C + W - 1) / (R T)) versions)",
+            f"devices                   {config.rollout.num_devices} rollout + "
+            f"{config.trainer.num_devices} trainer on {config.device}",
+            f"buffer                    {config.buffer.capacity_bytes:,} bytes; largest group "
+            f"{largest_group_bytes(config):,} bytes",
+            f"correction                {formula(asynchrony.rollout_correction)}",
+        ]
+    )
+
+
+def largest_group_bytes(config: Config) -> int:
+    """Bytes of a prompt group whose prompt and completions are as long as they may be."""
+    # Arrays of stride 0 have the shape and the size in a slot, but take no memory here.
+    length = config.rollout.max_response_tokens
+    tokens = np.broadcast_to(np.int32(0), (length,))
+    trajectory = Trajectory(
+        completion_tokens=tokens,
+        behavior_logprobs=np.broadcast_to(np.float32(0), (length,)),
+        token_versions=tokens,
+        finish_reason=FinishReason.LENGTH,
+    )
+    prompt = np.broadcast_to(np.int32(0), (config.rollout.max_prompt_tokens,))
+    return group_num_bytes(PromptGroup(0, prompt, [trajectory] * config.algorithm.group_size))
+
+
+def _model_problems(config: Config) -> Iterator[str]:
+    path = config.model.path
+    if path is None:
+        return
+    if not path.is_dir():
+        yield (
+            f"model.path={path} does not exist; it must be a Hugging Face folder with config.json, "
+            "weights and tokenizer; set model.path"
+        )
+    elif not (path / "config.json").is_file():
+        yield (
+            f"model.path={path} has no config.json, so it is no Hugging Face folder; set model.path"
+        )
+    elif not any(path.glob("*.safetensors")):
+        yield f"model.path={path} holds no *.safetensors weights; set model.path"
+
+
+def _plugin_problems(config: Config) -> Iterator[str]:
+    for key, family, section in plugin_sections(config):
+        module = plugins.load(family, section.type)
+        missing = list(_missing_packages(module))
+        for package, how in missing:
+            yield f"{key}.type={section.type} needs the package {package}; install it with: {how}"
+        if missing or not hasattr(module, "check"):
+            continue
+        try:
+            module.check(section.settings(family))
+        except ValueError as error:
+            yield _with_key(key, str(error), settings=section.settings(family))
+    for package, how in _missing_packages(plugins.load("devices", config.device)):
+        yield f"device={config.device} needs the package {package}; install it with: {how}"
+
+
+def _with_key(key: str, message: str, *, settings: Any) -> str:
+    """A plug-in's message about `path=...` as one about `data.path=...`."""
+    if message.startswith(f"{key}."):
+        return message
+    field = message.partition("=")[0]
+    return f"{key}.{message}" if field in type(settings).model_fields else f"{key}: {message}"
+
+
+def _missing_packages(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """(package, how to install it) of what a plug-in needs and this interpreter has not."""
+    for package, how in module.requires if hasattr(module, "requires") else ():
+        if importlib.util.find_spec(package.partition(".")[0]) is None:
+            yield package, how
+
+
+def _context_problems(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    for limit, source in _contexts(config):
+        if longest > limit:
+            yield (
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + "
+                f"rollout.max_response_tokens={rollout.max_response_tokens} = {longest} is longer "
+                f"than the context of {limit} tokens ({source}); lower one of them"
+            )
+
+
+def _contexts(config: Config) -> Iterator[tuple[int, str]]:
+    """(tokens, where that limit comes from) of each limit on prompt plus response."""
+    if config.model.random is not None:
+        yield config.model.random.max_positions, "model.random.max_positions"
+    elif config.model.path is not None:
+        limit = _max_position_embeddings(config.model.path / "config.json")
+        if limit is not None:
+            yield limit, f"max_position_embeddings of {config.model.path / 'config.json'}"
+    engine = config.rollout.engine.settings("engines").model_dump()
+    if engine.get("max_model_len") is not None:
+        yield engine["max_model_len"], "rollout.engine.max_model_len"
+
+
+def _max_position_embeddings(path: Path) -> int | None:
+    """The model's context, from its config.json or that of its text part; None when it has none."""
+    if not path.is_file():
+        return None
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}); set model.path") from error
+    limit = {**values, **values.get("text_config", {})}.get("max_position_embeddings")
+    return None if limit is None else int(limit)
+
+
+def _device_problems(config: Config) -> Iterator[str]:
+    needed = config.rollout.num_devices + config.trainer.num_devices
+    a_node = config.cluster.devices_per_node
+    source = "cluster.devices_per_node"
+    if a_node is None:
+        devices = plugins.load("devices", config.device)
+        a_node = devices.Device(devices.Config()).num_devices()
+        source = f"visible {config.device} devices"
+    there = config.cluster.num_nodes * a_node
+    if needed > there:
+        yield (
+            f"rollout.num_devices={config.rollout.num_devices} + trainer.num_devices="
+            f"{config.trainer.num_devices} = {needed} is more than the cluster's {there} devices "
+            f"(cluster.num_nodes={config.cluster.num_nodes} x {a_node} {source}); lower one of "
+            "them, or set cluster.num_nodes or cluster.devices_per_node"
+        )
+
+
+def _memory_problems(config: Config) -> Iterator[str]:
+    capacity, group = config.buffer.capacity_bytes, largest_group_bytes(config)
+    if group > capacity:
+        yield (
+            f"buffer.capacity_bytes={capacity} is less than the largest prompt group "
+            f"({group} bytes: algorithm.group_size={config.algorithm.group_size} completions of "
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}); set "
+            f"buffer.capacity_bytes >= {group * config.num_slots}"
+        )
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if capacity > free:
+        yield (
+            f"buffer.capacity_bytes={capacity} is more than the {free} bytes free in "
+            f"{SHARED_MEMORY}; lower it, or give the machine more shared memory"
+        )
+
+
+def _folder_problems(config: Config) -> Iterator[str]:
+    run = config.run
+    if run.dir is not None and run.dir.exists():
+        if not run.dir.is_dir():
+            yield f"run.dir={run.dir} is a file; set run.dir to a new folder"
+        elif RunFolder(run.dir).holds_run():
+            yield f"run.dir={run.dir} already holds a run; set run.dir to a new folder"
+    if run.compare_to is not None and not RunFolder(run.compare_to).is_finished():
+        yield (
+            f"run.compare_to={run.compare_to} is not the folder of a run that made all its steps "
+            "(config.yaml and summary.json); set run.compare_to to one, or to null"
+        )

@@ -1,0 +1,97 @@
+"""One rollout process: an engine, the rollouter that feeds it, and the loop that admits prompts.
+
+Knows no ray; `asyncrl.cluster` puts it into an actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl import plugins
+from asyncrl.buffer import BufferClosed, TrajectoryBuffer
+from asyncrl.config import Config
+from asyncrl.rollout.rollouter import Rollouter
+
+
+class RolloutWorker:
+    """Implements `asyncrl.interfaces.RolloutWorker`.
+
+    consumes: slots of the buffer; produces: prompt groups; waits for: a free slot, the engine,
+    the reward; unblocked by: `stop`, or the buffer's end.
+    """
+
+    def __init__(
+        self, config: Config, *, index: int, model_folder: Path, buffer_name: str, run_dir: Path
+    ) -> None:
+        self._config = config
+        self._index = index
+        self._model_folder = model_folder
+        self._buffer_name = buffer_name
+        self._run_dir = run_dir
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+
+    async def start(self) -> None:
+        """Loads the model and attaches to the buffer."""
+        config = self._config
+        module = plugins.load("engines", config.rollout.engine.type)
+        self._engine = module.Engine(
+            config.rollout.engine.settings("engines"),
+            model_folder=self._model_folder,
+            log_folder=self._run_dir / "logs",
+            seed=config.run.seed,
+            num_threads=config.rollout.num_threads,
+            device=config.device,
+            max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
+        )
+        await asyncio.wait_for(self._engine.start(), config.deadlines.start_s)
+        self._buffer = TrajectoryBuffer.attach(self._buffer_name)
+        self.rollouter = Rollouter(
+            config, engine=self._engine, buffer=self._buffer, model_folder=self._model_folder
+        )
+
+    async def run(self) -> None:
+        """Admits and rolls out prompt groups until `stop`, or until a group fails for good."""
+        async_ = self._config.asynchrony
+        deadlines = self._config.deadlines
+        # A free slot may be a whole version away: T steps, then a publication.
+        patience = deadlines.step_s * async_.trigger_parameter_sync_step + deadlines.publish_s
+        try:
+            async with asyncio.TaskGroup() as groups:
+                while not self._is_stopping:
+                    ticket = await self._buffer.admit_async(patience)
+                    task = groups.create_task(self.rollouter.run_group(ticket))
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
+        except* BufferClosed:
+            # The run is over: what was still being generated stays unfinished.
+            pass
+
+    async def load_weights(self, folder: Path, *, version: int) -> None:
+        """Swaps the engine's weights, in flight where `async.partial_rollout` allows it."""
+        await self._engine.load_weights(
+            folder, version=version, keep_requests=self._config.asynchrony.partial_rollout
+        )
+
+    async def evaluate(self, prompt_indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Completions and rewards of validation prompts under the engine's current version."""
+        return await self.rollouter.evaluate(prompt_indices)
+
+    async def stats(self) -> dict[str, float]:
+        """The engine's counters and the groups in flight here."""
+        return {**self._engine.stats(), "num_groups": float(len(self._running))}
+
+    async def drain_samples(self) -> list[dict[str, Any]]:
+        """Sample completions since the last call, for the run folder."""
+        return self.rollouter.drain_samples()
+
+    async def stop(self) -> None:
+        """Ends `run` and the engine; nothing is left running."""
+        self._is_stopping = True
+        for task in list(self._running):
+            task.cancel()
+        await self._engine.close()
+        self._buffer.detach()

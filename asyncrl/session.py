@@ -1,0 +1,135 @@
+"""One run's parts, built in order and taken down in reverse, whatever ended it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import traceback
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from asyncrl import plugins, preflight
+from asyncrl.buffer import TrajectoryBuffer
+from asyncrl.config import Config
+from asyncrl.observe import report
+from asyncrl.observe.live import Screen
+from asyncrl.observe.metrics import open_trackers
+from asyncrl.observe.run_folder import RunFolder
+from asyncrl.pipeline import Channel, Pipeline
+
+if TYPE_CHECKING:
+    from asyncrl.cluster import Cluster
+
+
+class Session:
+    """Owns what outlives a process: run folder, shared memory, Ray.
+
+    Taken down in this order: the buffer closes (every waiter wakes), the model is saved, workers
+    and ranks end, Ray ends, shared memory is freed. The run folder stays.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._console = Console()
+        self.folder = RunFolder.create(config)
+        self.screen = Screen(self._console)
+
+    async def run(self) -> None:
+        """The run, from the model folder to the summary."""
+        config, screen = self._config, self.screen
+        screen.phase(f"run folder {self.folder.root}")
+        self._console.print(preflight.describe(config), highlight=False)
+        screen.phase("preparing the model")
+        model_folder = await asyncio.to_thread(self._prepare_model)
+        with contextlib.ExitStack() as stack:
+            channel = self._channel(stack)
+            trackers = open_trackers(config, run_dir=self.folder.root)
+            for tracker in trackers:
+                stack.callback(tracker.close)
+            buffer = self._buffer(stack)
+            screen.phase("starting Ray")
+            cluster = await asyncio.to_thread(self._cluster, model_folder, buffer.name)
+            stack.callback(cluster.close)
+            pipeline = Pipeline(
+                config,
+                trainer=cluster.trainer,
+                workers=cluster.workers,
+                buffer=buffer,
+                channel=channel,
+                trackers=trackers,
+                screen=screen,
+                folder=self.folder,
+            )
+            try:
+                await pipeline.run()
+            finally:
+                buffer.close()
+                await self._end(pipeline, cluster)
+
+    def record_failure(self, error: BaseException) -> Path:
+        """Writes the whole traceback into the run folder; returns the file."""
+        path = self.folder.logs / "failure.txt"
+        path.write_text("".join(traceback.format_exception(error)))
+        return path
+
+    def _prepare_model(self) -> Path:
+        # Imported here: torch takes seconds, and by now the screen says what is going on.
+        from asyncrl.trainer.model import prepare_model_folder
+
+        folder = self.folder.root / "initial_model"
+        return prepare_model_folder(self._config.model, folder, seed=self._config.run.seed)
+
+    def _channel(self, stack: contextlib.ExitStack) -> Channel:
+        section = self._config.weights
+        module = plugins.load("weights", section.type)
+        channel: Channel = module.Channel(section.settings("weights"), run_dir=self.folder.root)
+        stack.callback(channel.close)
+        return channel
+
+    def _buffer(self, stack: contextlib.ExitStack) -> TrajectoryBuffer:
+        config = self._config
+        buffer = TrajectoryBuffer.create(
+            f"{config.run.name}-{uuid.uuid4().hex[:8]}",
+            staleness_threshold=config.asynchrony.staleness_threshold,
+            groups_per_version=config.groups_per_version,
+            lookahead=config.asynchrony.lookahead,
+            capacity_bytes=config.buffer.capacity_bytes,
+        )
+        stack.callback(buffer.unlink)
+        return buffer
+
+    def _cluster(self, model_folder: Path, buffer_name: str) -> Cluster:
+        from asyncrl.cluster import Cluster
+
+        return Cluster(
+            self._config,
+            model_folder=model_folder.resolve(),
+            buffer_name=buffer_name,
+            run_dir=self.folder.root.resolve(),
+        )
+
+    async def _end(self, pipeline: Pipeline, cluster: Cluster) -> None:
+        """Saves what there is, says how it went, ends the parts; never hides why the run ended."""
+        self.screen.phase("saving the model")
+        try:
+            save = cluster.trainer.save_model(self.folder.model.resolve())
+            await asyncio.wait_for(save, self._config.deadlines.stop_s)
+        except Exception as error:
+            self.screen.warn(f"the model could not be saved: {error}")
+        self.screen.phase("stopping workers and ranks")
+        late = await cluster.stop()
+        if late:
+            self.screen.warn(f"ended by force: {', '.join(late)} (deadlines.stop_s)")
+        self.screen.close()
+        summary = report.summarize(
+            self._config,
+            folder=self.folder,
+            steps=pipeline.record.steps,
+            validations=pipeline.record.validations,
+            wall_s=pipeline.record.wall_s,
+        )
+        summary.write(self.folder.summary)
+        summary.show(self._console)

@@ -1,0 +1,1 @@
+"""The training pool: packs what the buffer holds, corrects it, and updates the policy."""
