@@ -5,8 +5,9 @@
             └───────── load version v ◄── publish ◄── weights of v ─┘
                             └── slots of version v go back
 
-Three loops run side by side and meet only in the buffer and in one queue of versions:
-`_train` (steps), `_publish` (versions), and the workers' own `run` (rollouts).
+The loops run side by side and meet only in the buffer and in two queues: `_train` makes steps,
+`_publish` brings versions to the engines, `_report` tells the user; each worker's own `run` rolls
+out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from asyncrl.buffer import TrajectoryBuffer
 from asyncrl.config import Config
-from asyncrl.interfaces import RolloutWorker, Tracker, TrainerGroup
+from asyncrl.interfaces import RolloutWorker, StepReport, Tracker, TrainerGroup
 from asyncrl.observe.live import Screen, Snapshot
 from asyncrl.observe.run_folder import RunFolder
 
@@ -81,6 +82,7 @@ class Pipeline:
         self._screen = screen
         self._folder = folder
         self._versions: asyncio.Queue[int | None] = asyncio.Queue()
+        self._reports: asyncio.Queue[StepReport | None] = asyncio.Queue()
         self._trainer_state = "waiting"
         self._tokens_at = (0.0, 0.0)
         self.record = Record()
@@ -94,7 +96,8 @@ class Pipeline:
         try:
             async with self._rollouts(), asyncio.TaskGroup() as loops:
                 loops.create_task(self._publish())
-                loops.create_task(self._train(started))
+                loops.create_task(self._report(started))
+                loops.create_task(self._train())
         except* Exception as group:
             raise _first(group) from group
         finally:
@@ -142,7 +145,7 @@ class Pipeline:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _train(self, started: float) -> None:
+    async def _train(self) -> None:
         """consumes: batches; produces: versions; waits for: the trainer; unblocked by: its end."""
         config = self._config
         patience = config.deadlines.take_s + config.deadlines.step_s
@@ -150,12 +153,13 @@ class Pipeline:
         for step in range(1, config.trainer.total_steps + 1):
             self._trainer_state = "training"
             report = await self._within(self._trainer.step(), patience, f"optimizer step {step}")
-            await self._log(step, report.metrics, started)
+            self._reports.put_nowait(report)
             is_last = step == config.trainer.total_steps
             if step % config.asynchrony.trigger_parameter_sync_step == 0 or is_last:
                 version += 1
                 await self._cut(version)
         self._versions.put_nowait(None)
+        self._reports.put_nowait(None)
 
     async def _cut(self, version: int) -> None:
         self._trainer_state = f"writing version {version}"
@@ -217,6 +221,14 @@ class Pipeline:
         reward = sum(sample["reward"] for sample in samples) / len(samples)
         self.record.validations.append({"policy_version": version, "reward/mean": reward})
         self._write_samples([{**sample, "validation": True} for sample in samples[:8]])
+
+    async def _report(self, started: float) -> None:
+        """consumes: step reports; produces: metrics, samples, the screen; waits for: `_train`.
+
+        A loop of its own, so that the trainer never waits for a worker to answer a question.
+        """
+        while (report := await self._reports.get()) is not None:
+            await self._log(report.step, report.metrics, started)
 
     async def _log(self, step: int, metrics: Mapping[str, float], started: float) -> None:
         elapsed = time.monotonic() - started

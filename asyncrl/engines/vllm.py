@@ -41,6 +41,8 @@ _METHODS = (
     "collective_rpc",
     "shutdown",
 )
+_MIN_BATCHED_TOKENS = 4096
+"""Prompt tokens that vLLM takes up in one step, at least."""
 
 
 class Config(BaseModel, frozen=True, extra="forbid"):
@@ -290,6 +292,10 @@ class Engine:
             gpu_memory_utilization=config.memory_fraction,
             kv_cache_memory_bytes=config.kv_cache_bytes,
             enforce_eager=config.enforce_eager,
+            # vLLM rewinds a request's own generator when only a part of its prompt fits in a step,
+            # which torch's CPU generator cannot: prompts go in whole, or wait for the next step.
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(_MIN_BATCHED_TOKENS, self._max_model_len),
             # Kept keys and values of the old weights must not be found by new requests.
             enable_prefix_caching=config.kv_on_update == "recompute",
             logprobs_mode="processed_logprobs",

@@ -210,6 +210,7 @@ def _group_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([t.reward for t in trajectories])
     lengths = [len(t.completion_tokens) for t in trajectories]
+    multi_version = [t.token_versions[0] != t.token_versions[-1] for t in trajectories]
     truncated = [t.finish_reason == FinishReason.LENGTH for t in trajectories]
     return {
         "reward/mean": float(rewards.mean()),
@@ -217,4 +218,5 @@ def _group_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
         "reward/min": float(rewards.min()),
         "completion/length_mean": float(np.mean(lengths)),
         "completion/truncated_share": float(np.mean(truncated)),
+        "completion/multi_version_share": float(np.mean(multi_version)),
     }

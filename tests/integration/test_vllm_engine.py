@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,16 @@ async def test_a_seed_gives_the_same_completion_whatever_else_runs(running: Runn
     await asyncio.gather(*others)
     assert again.tokens.tolist() == alone.tokens.tolist()
     assert again.finish_reason is FinishReason.LENGTH
+
+
+async def test_more_prompt_tokens_than_one_step_takes_are_all_answered(running: Running) -> None:
+    def ask(seed: int) -> Coroutine[Any, Any, Completion]:
+        prompt = np.random.default_rng(seed).integers(5, VOCABULARY, 500).astype(np.int32)
+        request = GenerationRequest(f"long-{seed}", prompt, 4, temperature=1.0, seed=seed)
+        return running.engine.generate(request)
+
+    completions = await asyncio.gather(*(ask(seed) for seed in range(12)))
+    assert [len(completion.tokens) for completion in completions] == [4] * 12
 
 
 async def test_tokens_after_a_load_in_flight_come_from_the_new_weights(running: Running) -> None:
