@@ -52,7 +52,7 @@ def kl_penalty(
 ) -> _Floats: ...
 def policy_loss(
     current_logprobs: _Floats,
-    old_logprobs: _Floats,
+    anchor_logprobs: _Floats,
     advantages: _Floats,
     *,
     clip_low: float,

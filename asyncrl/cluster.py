@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -11,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl import plugins
 from asyncrl.config import Config
@@ -21,6 +23,9 @@ from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.trainer.rank import TrainerRank
 
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum: trajectories and weights never go through it.
+
+_GRACE_S = 5.0
+"""How long processes may take to end by themselves once Ray is down."""
 
 
 class PartFailed(RuntimeError):
@@ -34,7 +39,10 @@ async def _result(ref: Any, part: str) -> Any:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         raise PartFailed(f"{part}: {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
-        raise PartFailed(f"{part} died: {error}") from error
+        # Ray's own text is a page of ids; it stays in the traceback that the run folder keeps.
+        raise PartFailed(
+            f"{part} died (killed, or out of memory?); its last words are in the run folder's logs"
+        ) from error
 
 
 def _log_to_file(run_dir: Path, name: str) -> None:
@@ -84,7 +92,8 @@ class RayTrainerGroup:
     async def start(self) -> None:
         """Loads the model on every rank and joins them in one process group."""
         for rank, actor in enumerate(self._ranks):
-            await actor.redirect_output.remote(self._run_dir, f"trainer-{rank}")
+            redirect = actor.redirect_output.remote(self._run_dir, f"trainer-{rank}")
+            await _result(redirect, f"trainer rank {rank}")
         await self._all("start", f"tcp://127.0.0.1:{_free_port()}")
 
     async def step(self) -> StepReport:
@@ -135,7 +144,12 @@ class RayRolloutWorker:
         await self._call("start")
 
     async def run(self) -> None:
-        await self._call("run")
+        ref = self._actor.run.remote()
+        try:
+            await _result(ref, self._name)
+        finally:
+            # Ray goes on with a task whose caller was cancelled, unless it is told.
+            ray.cancel(ref)
 
     async def load_weights(self, folder: Path, *, version: int) -> None:
         await self._call("load_weights", folder, version=version)
@@ -172,7 +186,7 @@ class Cluster:
                 "include_dashboard": False,
             }
         ray.init(
-            address=config.cluster.address,
+            address=config.cluster.address or "local",
             log_to_driver=False,
             logging_level=logging.ERROR,
             **local,
@@ -185,19 +199,27 @@ class Cluster:
         ]
 
     async def stop(self) -> list[str]:
-        """Ends workers and ranks within `deadlines.stop_s`; what did not end in time, by name."""
+        """Ends workers and ranks within `deadlines.stop_s`; what went wrong, a line a part."""
         parts = {"trainer": self.trainer.close()}
         parts |= {f"rollout-{i}": worker.stop() for i, worker in enumerate(self.workers)}
         tasks = {asyncio.ensure_future(work): name for name, work in parts.items()}
-        done, late = await asyncio.wait(tasks, timeout=self._config.deadlines.stop_s)
-        failed = [task for task in done if isinstance(task.exception(), PartFailed | RayError)]
+        seconds = self._config.deadlines.stop_s
+        done, late = await asyncio.wait(tasks, timeout=seconds)
         for task in late:
             task.cancel()
-        return sorted(tasks[task] for task in [*late, *failed])
+        too_late = [
+            f"{tasks[t]} was ended by force after deadlines.stop_s={seconds:g}" for t in late
+        ]
+        return sorted(too_late + [str(t.exception()) for t in done if t.exception() is not None])
 
     def close(self) -> None:
-        """Ends every Ray process of this run."""
+        """Ends every process of this run, those that a killed worker left behind included."""
+        family = psutil.Process().children(recursive=True)
         ray.shutdown()
+        _, alive = psutil.wait_procs(family, timeout=_GRACE_S)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _free_port() -> int:

@@ -13,9 +13,17 @@ import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from asyncrl import plugins
 from asyncrl.correction import Correction, parse_shorthand
@@ -48,6 +56,13 @@ class PluginSection(BaseModel):
         return module.Config(**self.model_dump())
 
 
+def _defaults_to(name: str) -> BeforeValidator:
+    """A section that is set in part keeps the plug-in it has by default."""
+    return BeforeValidator(
+        lambda value: {"type": name, **value} if isinstance(value, dict) else value
+    )
+
+
 class Run(Section):
     name: str = Field(default="run", pattern=r"^[\w.-]+$")
     """Letters, digits, '_', '-' and '.'; part of the run folder's name."""
@@ -70,11 +85,16 @@ class RandomModel(Section):
     max_positions: int = Field(default=256, ge=8)
 
     @model_validator(mode="after")
-    def _heads_divide_the_width(self) -> RandomModel:
-        if self.hidden_size % self.num_heads:
+    def _makes_a_model(self) -> RandomModel:
+        if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
-                f"model.random.hidden_size={self.hidden_size} does not divide over "
-                f"model.random.num_heads={self.num_heads}; make it a multiple"
+                f"model.random.hidden_size={self.hidden_size} with num_heads={self.num_heads}: "
+                "each head needs an even width; set hidden_size to a multiple of 2 x num_heads"
+            )
+        if not self.alphabet or len(set(self.alphabet)) != len(self.alphabet):
+            raise ValueError(
+                f"model.random.alphabet={self.alphabet!r}: each character must appear once; set "
+                "model.random.alphabet to distinct characters"
             )
         return self
 
@@ -118,7 +138,7 @@ class Algorithm(Section):
     mini_batch_groups: int = Field(default=16, ge=1)
     """Prompt groups in one mini-batch; R = this x async.require_batches."""
     advantage: Advantage = Advantage()
-    loss: PluginSection = PluginSection(type="clipped")
+    loss: Annotated[PluginSection, _defaults_to("clipped")] = PluginSection(type="clipped")
     kl: Kl = Kl()
     overlong: Overlong | None = None
 
@@ -133,7 +153,7 @@ class Algorithm(Section):
 
 
 class Rollout(Section):
-    engine: PluginSection = PluginSection(type="builtin")
+    engine: Annotated[PluginSection, _defaults_to("builtin")] = PluginSection(type="builtin")
     num_devices: int = Field(default=1, ge=1)
     """Rollout workers, each with one engine on one device."""
     num_threads: int = Field(default=1, ge=1)
@@ -207,10 +227,10 @@ class Deadlines(Section):
     """Seconds that each wait may take; a wait that takes longer ends the run by name."""
 
     start_s: float = Field(default=300, gt=0)
-    take_s: float = Field(default=300, gt=0)
-    """For a batch to fill."""
     generate_s: float = Field(default=300, gt=0)
-    reward_s: float = Field(default=30, gt=0)
+    """For one completion, its wait for a place in the engine included."""
+    reward_s: float = Field(default=120, gt=0)
+    """For one score, its wait for others included."""
     step_s: float = Field(default=600, gt=0)
     publish_s: float = Field(default=120, gt=0)
     stop_s: float = Field(default=20, gt=0)
@@ -225,12 +245,17 @@ class Config(Section):
     model: Model
     data: PluginSection
     reward: PluginSection
+    environment: Annotated[PluginSection, _defaults_to("single_turn")] = PluginSection(
+        type="single_turn"
+    )
     algorithm: Algorithm = Algorithm()
     rollout: Rollout = Rollout()
     trainer: Trainer = Trainer()
     asynchrony: Async = Field(default=Async(), alias="async")
     validation: Validation = Validation()
-    weights: PluginSection = PluginSection(type="shared_memory")
+    weights: Annotated[PluginSection, _defaults_to("shared_memory")] = PluginSection(
+        type="shared_memory"
+    )
     trackers: tuple[PluginSection, ...] = (
         PluginSection(type="jsonl"),
         PluginSection(type="tensorboard"),
@@ -266,6 +291,25 @@ class Config(Section):
         """Publications in the whole run; the last step always publishes."""
         return math.ceil(self.trainer.total_steps / self.asynchrony.trigger_parameter_sync_step)
 
+    @property
+    def load_s(self) -> float:
+        """Deadline for engines to load a version: without keep they finish their requests first."""
+        deadlines = self.deadlines
+        draining = 0.0 if self.asynchrony.partial_rollout else deadlines.generate_s
+        return deadlines.publish_s + draining
+
+    @property
+    def batch_s(self) -> float:
+        """Deadline for a batch to fill: a version is loaded, then every completion is had."""
+        return self.load_s + self.deadlines.generate_s + self.deadlines.reward_s
+
+    @property
+    def slot_s(self) -> float:
+        """Deadline for a slot to come free: T steps and their batches, written and loaded."""
+        deadlines = self.deadlines
+        steps = self.asynchrony.trigger_parameter_sync_step * (self.batch_s + deadlines.step_s)
+        return steps + deadlines.publish_s + self.load_s
+
     @model_validator(mode="after")
     def _sizes_fit_together(self) -> Config:
         problems = [*_batch_problems(self), *_length_problems(self), *_schedule_problems(self)]
@@ -297,6 +341,7 @@ def plugin_sections(config: Config) -> list[tuple[str, str, PluginSection]]:
     return [
         ("data", "datasets", config.data),
         ("reward", "rewards", config.reward),
+        ("environment", "environments", config.environment),
         ("rollout.engine", "engines", config.rollout.engine),
         ("algorithm.loss", "losses", config.algorithm.loss),
         ("weights", "weights", config.weights),
@@ -380,7 +425,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"no configuration file {path}; --config takes the path of a YAML file")
     try:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: the top level must be a mapping of sections")
@@ -455,8 +500,19 @@ def _length_problems(config: Config) -> list[str]:
     return problems
 
 
+_MAX_SLOTS = 65536
+"""Slots a trajectory buffer can have."""
+
+
 def _schedule_problems(config: Config) -> list[str]:
     problems = []
+    if config.num_slots > _MAX_SLOTS:
+        problems.append(
+            f"async.staleness_threshold={config.asynchrony.staleness_threshold:g} needs "
+            f"{config.num_slots:g} slots, at most {_MAX_SLOTS} are possible; lower it, or "
+            "algorithm.mini_batch_groups, async.require_batches or "
+            "async.trigger_parameter_sync_step"
+        )
     if config.trainer.warmup_steps > config.trainer.total_steps:
         problems.append(
             f"trainer.warmup_steps={config.trainer.warmup_steps} is longer than the run "

@@ -119,7 +119,7 @@ def parse_shorthand(text: str) -> dict[str, Any]:
     table: dict[str, Any] = {"mode": "decoupled", "weight": None, "reject": []}
     if words[0] in ("decoupled", "bypass"):
         table["mode"] = words.pop(0)
-    if words == ["none"]:
+    if words in ([], ["none"]):
         return table
     level = ""
     for word, following in zip(words, [*words[1:], ""], strict=True):

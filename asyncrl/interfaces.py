@@ -87,7 +87,11 @@ class Dataset(Protocol):
 class Reward(Protocol):
     """Scores a completion's text."""
 
-    async def score(self, completion: str, prompt: Prompt) -> float: ...
+    async def score(self, completion: str, prompt: Prompt) -> float:
+        """A finite number; the higher the better."""
+
+    async def close(self) -> None:
+        """Ends what the reward started."""
 
 
 class Tracker(Protocol):

@@ -18,11 +18,13 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.buffer import TrajectoryBuffer
 from asyncrl.config import Config
+from asyncrl.errors import first_error
 from asyncrl.interfaces import RolloutWorker, StepReport, Tracker, TrainerGroup
 from asyncrl.observe.live import Screen, Snapshot
 from asyncrl.observe.run_folder import RunFolder
@@ -50,8 +52,11 @@ class Record:
 
     steps: list[Mapping[str, float]] = field(default_factory=list)
     validations: list[dict[str, float]] = field(default_factory=list)
+    newest_weights: Path | None = None
+    """Folder with the weights that the engines hold; None before the first publication."""
     wall_s: float = 0.0
-    """From the first rollout to the last publication; start-up and validation are outside."""
+    """From the first rollout to the last publication; 0 when that was not reached. Start-up and
+    the validations before and after are outside."""
 
 
 class Pipeline:
@@ -84,6 +89,8 @@ class Pipeline:
         self._versions: asyncio.Queue[int | None] = asyncio.Queue()
         self._reports: asyncio.Queue[StepReport | None] = asyncio.Queue()
         self._trainer_state = "waiting"
+        self._validations: asyncio.Queue[int | None] = asyncio.Queue()
+        self._num_tokens_before = 0.0
         self._tokens_at = (0.0, 0.0)
         self.record = Record()
 
@@ -91,17 +98,18 @@ class Pipeline:
         """The whole run; raises what ended it early."""
         await self._start()
         await self._validate(version=0)
+        self._num_tokens_before = sum(s["num_generated_tokens"] for s in await self._stats())
         self._screen.phase("rollouts and training start")
         started = time.monotonic()
         try:
             async with self._rollouts(), asyncio.TaskGroup() as loops:
                 loops.create_task(self._publish())
                 loops.create_task(self._report(started))
+                loops.create_task(self._validate_meanwhile())
                 loops.create_task(self._train())
-        except* Exception as group:
-            raise _first(group) from group
-        finally:
             self.record.wall_s = time.monotonic() - started
+        except* Exception as group:
+            raise first_error(group) from group
         await self._validate(version=self._config.num_versions)
         return self.record
 
@@ -148,7 +156,7 @@ class Pipeline:
     async def _train(self) -> None:
         """consumes: batches; produces: versions; waits for: the trainer; unblocked by: its end."""
         config = self._config
-        patience = config.deadlines.take_s + config.deadlines.step_s
+        patience = config.batch_s + config.deadlines.step_s
         version = 0
         for step in range(1, config.trainer.total_steps + 1):
             self._trainer_state = "training"
@@ -175,9 +183,10 @@ class Pipeline:
         """consumes: versions; produces: free slots; waits for: the engines; unblocked by: `_train`.
 
         Training goes on meanwhile. When versions have queued up only the newest is loaded; the
-        slots of all of them go back together.
+        slots of all of them go back together. The newest stays until the next, so that an
+        interrupted run has weights to save.
         """
-        is_over = False
+        is_over, newest = False, 0
         while not is_over:
             queued = [await self._versions.get()]
             while not self._versions.empty():
@@ -186,20 +195,31 @@ class Pipeline:
             versions = [version for version in queued if version is not None]
             if versions:
                 await self._load(versions[-1])
-            for version in versions:
-                self._channel.discard(version)
+                for version in [newest, *versions[:-1]]:
+                    self._channel.discard(version)
+                newest = versions[-1]
+                self.record.newest_weights = self._channel.folder(newest)
+        self._validations.put_nowait(None)
 
     async def _load(self, version: int) -> None:
         folder = self._channel.folder(version)
         await self._within(
             asyncio.gather(*(w.load_weights(folder, version=version) for w in self._workers)),
-            self._config.deadlines.publish_s,
+            self._config.load_s,
             f"the engines to load policy version {version} (deadlines.publish_s)",
         )
         self._buffer.set_version(version)
         self._buffer.assert_books_balance()
         every = self._config.validation.every_versions
         if every and version % every == 0 and version < self._config.num_versions:
+            self._validations.put_nowait(version)
+
+    async def _validate_meanwhile(self) -> None:
+        """consumes: versions due; produces: records; waits for: answers; unblocked by: `_publish`.
+
+        Rollouts and publications go on, so later answers may come from a later version.
+        """
+        while (version := await self._validations.get()) is not None:
             await self._validate(version=version)
 
     async def _validate(self, *, version: int) -> None:
@@ -232,8 +252,8 @@ class Pipeline:
 
     async def _log(self, step: int, metrics: Mapping[str, float], started: float) -> None:
         elapsed = time.monotonic() - started
-        stats = [await worker.stats() for worker in self._workers]
-        tokens = sum(s["num_generated_tokens"] for s in stats)
+        stats = await self._stats()
+        tokens = sum(s["num_generated_tokens"] for s in stats) - self._num_tokens_before
         last_elapsed, last_tokens = self._tokens_at
         self._tokens_at = (elapsed, tokens)
         row = {
@@ -248,20 +268,35 @@ class Pipeline:
         self.record.steps.append(row)
         for tracker in self._trackers:
             tracker.log(row, step)
-        for worker in self._workers:
-            self._write_samples(await worker.drain_samples())
+        self._write_samples(await self._samples())
+        buffer = self._buffer.stats()
         self._screen.update(
             Snapshot(
                 step=step,
                 total_steps=self._config.trainer.total_steps,
                 metrics=row,
-                buffer=self._buffer.stats(),
-                trainer_state=self._trainer_state,
+                buffer=buffer,
+                trainer_state=self._trainer_doing(buffer),
                 rollout_state=", ".join(
                     f"{s['num_running']:.0f} running, {s['num_waiting']:.0f} waiting" for s in stats
                 ),
             )
         )
+
+    def _trainer_doing(self, buffer: Mapping[str, int]) -> str:
+        num_leased, needed = buffer["num_leased"], self._config.groups_per_step
+        if self._trainer_state == "training" and num_leased < needed:
+            return f"waiting, {num_leased} of {needed} groups"
+        return self._trainer_state
+
+    async def _stats(self) -> list[dict[str, float]]:
+        answers = asyncio.gather(*(worker.stats() for worker in self._workers))
+        return await self._within(answers, self._config.deadlines.publish_s, "workers' counters")
+
+    async def _samples(self) -> list[dict[str, Any]]:
+        answers = asyncio.gather(*(worker.drain_samples() for worker in self._workers))
+        seconds = self._config.deadlines.publish_s
+        return list(chain.from_iterable(await self._within(answers, seconds, "sample completions")))
 
     def _write_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         with self._folder.completions.open("a") as out:
@@ -275,14 +310,6 @@ class Pipeline:
                 f"waited {deadline_s:g} s for {what}; trainer: {self._trainer_state}; "
                 f"buffer: {self._buffer!r}"
             ) from error
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first failure of a group of loops; the others are its echoes."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _numbers(stats: Mapping[str, Any], *, prefix: str) -> dict[str, float]:

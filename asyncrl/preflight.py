@@ -168,6 +168,11 @@ def _max_position_embeddings(path: Path) -> int | None:
 
 
 def _device_problems(config: Config) -> Iterator[str]:
+    if config.cluster.num_nodes > 1:
+        yield (
+            f"cluster.num_nodes={config.cluster.num_nodes}: runs over several nodes are not "
+            "supported yet; set cluster.num_nodes=1"
+        )
     needed = config.rollout.num_devices + config.trainer.num_devices
     a_node = config.cluster.devices_per_node
     source = "cluster.devices_per_node"
@@ -187,12 +192,15 @@ def _device_problems(config: Config) -> Iterator[str]:
 
 def _memory_problems(config: Config) -> Iterator[str]:
     capacity, group = config.buffer.capacity_bytes, largest_group_bytes(config)
-    if group > capacity:
+    # A step's batch is held whole, and the next group must find room beside it.
+    num_groups = config.groups_per_step + 1
+    if num_groups * group > capacity:
         yield (
-            f"buffer.capacity_bytes={capacity} is less than the largest prompt group "
-            f"({group} bytes: algorithm.group_size={config.algorithm.group_size} completions of "
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens}); set "
-            f"buffer.capacity_bytes >= {group * config.num_slots}"
+            f"buffer.capacity_bytes={capacity} is less than a step's {config.groups_per_step} "
+            f"prompt groups and one more ({group} bytes each: algorithm.group_size="
+            f"{config.algorithm.group_size} completions of rollout.max_response_tokens="
+            f"{config.rollout.max_response_tokens}); set buffer.capacity_bytes >= "
+            f"{group * config.num_slots}"
         )
     free = shutil.disk_usage(SHARED_MEMORY).free
     if capacity > free:

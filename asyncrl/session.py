@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import signal
 import traceback
 import uuid
 from pathlib import Path
@@ -40,6 +42,7 @@ class Session:
     async def run(self) -> None:
         """The run, from the model folder to the summary."""
         config, screen = self._config, self.screen
+        _end_on_sigterm()
         screen.phase(f"run folder {self.folder.root}")
         self._console.print(preflight.describe(config), highlight=False)
         screen.phase("preparing the model")
@@ -52,6 +55,8 @@ class Session:
             buffer = self._buffer(stack)
             screen.phase("starting Ray")
             cluster = await asyncio.to_thread(self._cluster, model_folder, buffer.name)
+            # Again, since Ray has just set a handler of its own, which would abort.
+            _end_on_sigterm()
             stack.callback(cluster.close)
             pipeline = Pipeline(
                 config,
@@ -65,9 +70,11 @@ class Session:
             )
             try:
                 await pipeline.run()
+                await self._save_model(cluster)
             finally:
+                # First of all: whoever waits for a slot or a batch wakes up and learns of the end.
                 buffer.close()
-                await self._end(pipeline, cluster)
+                await self._end(pipeline, cluster, model_folder)
 
     def record_failure(self, error: BaseException) -> Path:
         """Writes the whole traceback into the run folder; returns the file."""
@@ -111,18 +118,18 @@ class Session:
             run_dir=self.folder.root.resolve(),
         )
 
-    async def _end(self, pipeline: Pipeline, cluster: Cluster) -> None:
-        """Saves what there is, says how it went, ends the parts; never hides why the run ended."""
+    async def _save_model(self, cluster: Cluster) -> None:
         self.screen.phase("saving the model")
-        try:
-            save = cluster.trainer.save_model(self.folder.model.resolve())
-            await asyncio.wait_for(save, self._config.deadlines.stop_s)
-        except Exception as error:
-            self.screen.warn(f"the model could not be saved: {error}")
+        save = cluster.trainer.save_model(self.folder.model.resolve())
+        await asyncio.wait_for(save, self._config.deadlines.publish_s)
+
+    async def _end(self, pipeline: Pipeline, cluster: Cluster, model_folder: Path) -> None:
+        """Ends the parts, says how it went; never hides why the run ended."""
+        if not self.folder.model.exists():
+            self._save_newest(pipeline.record.newest_weights, model_folder)
         self.screen.phase("stopping workers and ranks")
-        late = await cluster.stop()
-        if late:
-            self.screen.warn(f"ended by force: {', '.join(late)} (deadlines.stop_s)")
+        for problem in await cluster.stop():
+            self.screen.warn(problem)
         self.screen.close()
         summary = report.summarize(
             self._config,
@@ -133,3 +140,16 @@ class Session:
         )
         summary.write(self.folder.summary)
         summary.show(self._console)
+
+    def _save_newest(self, weights: Path | None, model_folder: Path) -> None:
+        """The trainer may be in the middle of a step when a run ends early; a version is whole."""
+        if weights is None:
+            return
+        self.screen.phase(f"saving the published weights {weights.name}")
+        shutil.copytree(model_folder, self.folder.model)
+        shutil.copytree(weights, self.folder.model, dirs_exist_ok=True)
+
+
+def _end_on_sigterm() -> None:
+    """Makes a batch system's SIGTERM end this process as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))

@@ -41,7 +41,11 @@ def run(config: Config) -> int:
     """Builds every part of a checked configuration, runs it, and takes all of it down again."""
     from asyncrl.session import Session
 
-    session = Session(config)
+    try:
+        session = Session(config)
+    except (ConfigError, OSError) as error:
+        print(f"asyncrl: run.dir={config.run.dir} cannot be used: {error}", file=sys.stderr)
+        return 2
     try:
         asyncio.run(session.run())
     except KeyboardInterrupt:

@@ -60,12 +60,13 @@ class Config(BaseModel, frozen=True, extra="forbid"):
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """Keys and values of running requests when weights change: computed again under the new
     weights, so that log-probs are those of the new policy; or kept (prefix caching is then off)."""
-    start_timeout_s: float = Field(default=600, gt=0)
-    drain_timeout_s: float = Field(default=600, gt=0)
+    start_timeout_s: float = Field(default=280, gt=0)
+    """Below deadlines.start_s, so that vLLM's own message is the one that is seen."""
+    drain_timeout_s: float = Field(default=290, gt=0)
     """How long running requests may take to finish when weights are not loaded in flight."""
-    load_timeout_s: float = Field(default=300, gt=0)
+    load_timeout_s: float = Field(default=30, gt=0)
     """Deadline of each step of a weight load: pause, load, reset, resume."""
-    close_timeout_s: float = Field(default=30, gt=0)
+    close_timeout_s: float = Field(default=8, gt=0)
 
 
 class WorkerExtension:
@@ -260,9 +261,10 @@ class Engine:
         """Ends vLLM and each process it started; one that does not end by itself is killed."""
         if self._llm is None:
             return
-        import psutil  # type: ignore[import-untyped]
+        import psutil
 
         llm, self._llm = self._llm, None
+        segments = await asyncio.to_thread(_shared_memory, self._processes)
         with _output_to(self._log_file):
             await asyncio.to_thread(llm.shutdown)
         timeout = self._config.close_timeout_s
@@ -271,6 +273,9 @@ class Engine:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         await asyncio.to_thread(psutil.wait_procs, alive, timeout)
+        # vLLM kills a worker that is slow to end, which then leaves its queues in memory.
+        for segment in segments:
+            segment.unlink(missing_ok=True)
 
     def _build(self) -> Any:
         """The AsyncLLM; its log goes to the log file for good."""
@@ -464,3 +469,14 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _shared_memory(processes: list[Any]) -> set[Path]:
+    """Named segments and semaphores of Python's multiprocessing that these processes map."""
+    import psutil
+
+    paths: set[Path] = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            paths |= {Path(mapping.path) for mapping in process.memory_maps()}
+    return {path for path in paths if path.name.startswith(("psm_", "sem.mp-"))}

@@ -190,7 +190,7 @@ def kl_penalty(
 
 def policy_loss(
     current_logprobs: Array,
-    old_logprobs: Array,
+    anchor_logprobs: Array,
     advantages: Array,
     *,
     clip_low: float = 0.2,
@@ -202,7 +202,7 @@ def policy_loss(
     rho = exp(current - old), log-ratio clamped to +-20;
     L = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high))   (PPO section 3; DAPO clip-higher)
     and where A < 0: L = min(L, -A dual_clip)                    (dual-clip PPO)
-    `old_logprobs` are the proximal ones (decoupled) or the behavior ones (bypass).
+    `anchor_logprobs` are the proximal ones (decoupled) or the behavior ones (bypass).
     """
     if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0):
         raise ValueError(f"clip_low={clip_low}, clip_high={clip_high}: 0 <= low <= 1 and high >= 0")
@@ -210,7 +210,7 @@ def policy_loss(
         raise ValueError(f"dual_clip={dual_clip} must be > 1, or None for no dual clip")
     arrays = {
         "current_logprobs": current_logprobs,
-        "old_logprobs": old_logprobs,
+        "anchor_logprobs": anchor_logprobs,
         "advantages": advantages,
     }
     options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}

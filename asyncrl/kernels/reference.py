@@ -270,7 +270,7 @@ def kl_penalty(current_logprobs: Tensor, reference_logprobs: Tensor, *, estimato
 
 def policy_loss(
     current_logprobs: Tensor,
-    old_logprobs: Tensor,
+    anchor_logprobs: Tensor,
     advantages: Tensor,
     *,
     clip_low: float,
@@ -278,9 +278,9 @@ def policy_loss(
     dual_clip: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `asyncrl.kernels.policy_loss`: (loss, is_clipped, is_dual_clipped)."""
-    _check_size("old_logprobs", old_logprobs, "current_logprobs", current_logprobs)
+    _check_size("anchor_logprobs", anchor_logprobs, "current_logprobs", current_logprobs)
     _check_size("advantages", advantages, "current_logprobs", current_logprobs)
-    log_ratio, is_finite = _finite_difference(current_logprobs, old_logprobs)
+    log_ratio, is_finite = _finite_difference(current_logprobs, anchor_logprobs)
     ratio = _bounded_exp(log_ratio)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)

@@ -24,7 +24,7 @@ class LossInputs:
 
     current_logprobs: Tensor
     """[T] floating, carries the gradient."""
-    old_logprobs: Tensor
+    anchor_logprobs: Tensor
     """[T] denominator of the clipped ratio: proximal log-probs (decoupled) or behavior (bypass)."""
     advantages: Tensor
     """[T] floating."""

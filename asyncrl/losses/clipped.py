@@ -40,10 +40,12 @@ class Config(BaseModel, frozen=True, extra="forbid"):
 
 def loss(inputs: LossInputs, config: Config) -> LossOutput:
     """The micro-batch's loss, differentiable by `current_logprobs`, and what was clipped in it."""
-    trained = inputs.loss_mask & inputs.current_logprobs.isfinite() & inputs.old_logprobs.isfinite()
+    trained = (
+        inputs.loss_mask & inputs.current_logprobs.isfinite() & inputs.anchor_logprobs.isfinite()
+    )
     # Selected before any arithmetic: a NaN in a masked token must not reach the backward pass.
     current = inputs.current_logprobs.where(trained, 0.0)
-    old = inputs.old_logprobs.where(trained, 0.0)
+    old = inputs.anchor_logprobs.where(trained, 0.0)
     terms = policy_loss(
         current,
         old,
@@ -62,7 +64,7 @@ def loss(inputs: LossInputs, config: Config) -> LossOutput:
         "trainer/num_nonfinite": float((inputs.loss_mask & ~trained).sum()),
         "trainer/clip_fraction": _mean(terms.is_clipped, num_trained),
         "trainer/dual_clip_fraction": _mean(terms.is_dual_clipped, num_trained),
-        "trainer/old_kl": _mean(old - current, num_trained),
+        "trainer/anchor_kl": _mean(old - current, num_trained),
     }
     if inputs.reference_logprobs is not None:
         reference = inputs.reference_logprobs.where(trained, 0.0)

@@ -117,8 +117,8 @@ def summarize(
         validation_reward_after=validations[-1]["reward/mean"] if len(validations) > 1 else None,
         train_reward_first=_mean(steps[:tenth], "reward/mean"),
         train_reward_last=_mean(steps[-tenth:], "reward/mean"),
-        tokens_per_s=_mean(steps, "rollout/tokens_per_s"),
-        trainer_idle_share=_mean(steps, "trainer/idle_share"),
+        tokens_per_s=_rate(steps),
+        trainer_idle_share=_idle_share(steps),
         staleness_mean=_mean(steps, "staleness/token_mean"),
         staleness_max=max(_values(steps, "staleness/token_max"), default=None),
         staleness_bound=config.max_staleness,
@@ -175,6 +175,20 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def _rate(steps: Sequence[Mapping[str, float]]) -> float | None:
+    """Generated tokens a second, from the first rollout to the last step."""
+    if not steps:
+        return None
+    return steps[-1]["rollout/tokens"] / steps[-1]["time/elapsed_s"]
+
+
+def _idle_share(steps: Sequence[Mapping[str, float]]) -> float | None:
+    """Share of its time that the trainer waited for batches."""
+    wait_s = sum(_values(steps, "trainer/wait_s"))
+    busy_s = sum(_values(steps, "trainer/step_s"))
+    return wait_s / (wait_s + busy_s) if wait_s + busy_s else None
 
 
 def _machine() -> dict[str, str | int]:

@@ -33,6 +33,9 @@ class Reward:
     def __init__(self, config: Config) -> None:
         del config
 
+    async def close(self) -> None:
+        """Nothing was started."""
+
     async def score(self, completion: str, prompt: Prompt) -> float:
         """`share_of_matches` of the completion and the prompt's answer."""
         return share_of_matches(completion, prompt.answer)

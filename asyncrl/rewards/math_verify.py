@@ -2,15 +2,17 @@
 
 Its time limit is a signal, which works on a main thread only, and some answers (9**9**9**9) keep
 Python's lock for ever. So it runs in a small process of its own, which is killed when it hangs;
-that process ends by itself when its input closes, whatever became of its parent.
+the kernel ends that process when its parent ends, whatever it is doing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import logging
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from typing import Literal
@@ -45,6 +47,10 @@ def is_correct(completion: str, answer: str, *, timeout_s: int) -> bool:
         raise ValueError(f"the data's answer {answer!r} is not a mathematical expression")
     found = parse(completion, parsing_timeout=timeout_s)
     return bool(verify(gold, found, timeout_seconds=timeout_s))
+
+
+_PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal this process gets when its parent ends."""
 
 
 class Reward:
@@ -123,6 +129,8 @@ class Reward:
 
 def _serve(timeout_s: int) -> None:
     """consumes: lines of standard input; produces: one line each; unblocked by: its end."""
+    # Some expressions keep Python busy for hours, so that it would not see its input close.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     import math_verify  # noqa: F401  (the slow import belongs before the first question)
 
     print(json.dumps({"ready": True}), flush=True)

@@ -51,6 +51,9 @@ class Reward:
         )
         self._scorers: dict[str, Callable[[str, Any], float]] = {}
 
+    async def close(self) -> None:
+        """Nothing was started."""
+
     async def score(self, completion: str, prompt: Prompt) -> float:
         """The task's `score_answer` of `extract_answer(completion)`."""
         task = prompt.answer["metadata"]["source_dataset"]

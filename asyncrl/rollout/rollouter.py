@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from asyncrl import plugins
 from asyncrl.config import Config
 from asyncrl.datasets import Split, stable_hash
-from asyncrl.environments import RolloutFailed, ScoredCompletion, single_turn
-from asyncrl.interfaces import Engine, Prompt
+from asyncrl.environments import RolloutFailed, ScoredCompletion
+from asyncrl.interfaces import Engine, Prompt, Reward
 from asyncrl.rollout.advantages import with_advantages
 from asyncrl.rollout.prompts import PromptStream
 from asyncrl.trajectory import PromptGroup
@@ -37,6 +37,8 @@ class Buffer(Protocol):
 
     def withdraw(self, ticket: Any, cause: str) -> None: ...
 
+    def stats(self) -> dict[str, int]: ...
+
 
 class Rollouter:
     """Turns tickets into prompt groups, with a budget for those that fail."""
@@ -53,12 +55,14 @@ class Rollouter:
         self._config = config
         self._buffer = buffer
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        reward = plugins.load("rewards", config.reward.type)
-        self._environment = single_turn.Environment(
-            single_turn.Config(),
+        rewards = plugins.load("rewards", config.reward.type)
+        self._reward: Reward = rewards.Reward(config.reward.settings("rewards"))
+        environments = plugins.load("environments", config.environment.type)
+        self._environment = environments.Environment(
+            config.environment.settings("environments"),
             engine=engine,
             tokenizer=tokenizer,
-            reward=reward.Reward(config.reward.settings("rewards")),
+            reward=self._reward,
             rollout=config.rollout,
             deadlines=config.deadlines,
         )
@@ -82,8 +86,7 @@ class Rollouter:
             self._buffer.withdraw(ticket, "failed")
             self._count_failure(ticket.prompt_index, error)
         else:
-            patience = self._config.deadlines.take_s
-            await self._buffer.put_group_async(ticket, group, patience)
+            await self._buffer.put_group_async(ticket, group, self._config.slot_s)
 
     async def rollout_group(self, prompt_index: int) -> PromptGroup:
         """The prompt's n completions, sampled at the same time, with rewards and advantages.
@@ -119,6 +122,10 @@ class Rollouter:
             for (prompt, _), completion in zip(prompts, completions, strict=True)
         ]
 
+    async def close(self) -> None:
+        """Ends what the reward started."""
+        await self._reward.close()
+
     def drain_samples(self) -> list[dict[str, Any]]:
         """One completion of each group since the last call; the last 64 when there were more."""
         samples = list(self._samples)
@@ -129,7 +136,7 @@ class Rollouter:
         self, prompt: Prompt, tokens: Any, *, split: Split, sample_index: int
     ) -> Coroutine[Any, Any, ScoredCompletion]:
         seed = stable_hash(self._config.run.seed, split, prompt.index, sample_index)
-        return self._environment.rollout(
+        rollout: Coroutine[Any, Any, ScoredCompletion] = self._environment.rollout(
             prompt,
             tokens,
             # The number keeps a prompt that is admitted a second time apart from the first.
@@ -137,11 +144,12 @@ class Rollouter:
             # Engines hand seeds to generators that take 32 bits.
             seed=seed % 2**32,
         )
+        return rollout
 
     def _count_failure(self, prompt_index: int, error: RolloutFailed) -> None:
         self._failures[str(error)] += 1
         budget = self._config.rollout.max_failures
-        num_failures = self._failures.total()
+        num_failures = self._buffer.stats()["num_failed"]  # of all workers
         _log.warning("prompt %d failed (%d of %d): %s", prompt_index, num_failures, budget, error)
         if num_failures > budget:
             reasons = "; ".join(f"{n} x {why}" for why, n in self._failures.most_common(3))

@@ -13,6 +13,8 @@ from typing import Any
 from asyncrl import plugins
 from asyncrl.buffer import BufferClosed, TrajectoryBuffer
 from asyncrl.config import Config
+from asyncrl.errors import first_error
+from asyncrl.interfaces import Engine
 from asyncrl.rollout.rollouter import Rollouter
 
 
@@ -33,46 +35,59 @@ class RolloutWorker:
         self._run_dir = run_dir
         self._running: set[asyncio.Task[None]] = set()
         self._is_stopping = False
+        self._engine: Engine | None = None
+        self._rollouter: Rollouter | None = None
 
     async def start(self) -> None:
         """Loads the model and attaches to the buffer."""
         config = self._config
         module = plugins.load("engines", config.rollout.engine.type)
-        self._engine = module.Engine(
+        engine = module.Engine(
             config.rollout.engine.settings("engines"),
             model_folder=self._model_folder,
-            log_folder=self._run_dir / "logs",
+            log_folder=self._run_dir / "logs" / f"rollout-{self._index}",
             seed=config.run.seed,
             num_threads=config.rollout.num_threads,
             device=config.device,
             max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
         )
-        await asyncio.wait_for(self._engine.start(), config.deadlines.start_s)
+        self._engine = engine
+        await asyncio.wait_for(engine.start(), config.deadlines.start_s)
         self._buffer = TrajectoryBuffer.attach(self._buffer_name)
-        self.rollouter = Rollouter(
-            config, engine=self._engine, buffer=self._buffer, model_folder=self._model_folder
+        self._rollouter = Rollouter(
+            config, engine=engine, buffer=self._buffer, model_folder=self._model_folder
         )
+
+    @property
+    def rollouter(self) -> Rollouter:
+        """What turns tickets into prompt groups; there once `start` is through."""
+        assert self._rollouter is not None, "start() comes first"
+        return self._rollouter
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; there once `start` is through."""
+        assert self._engine is not None, "start() comes first"
+        return self._engine
 
     async def run(self) -> None:
         """Admits and rolls out prompt groups until `stop`, or until a group fails for good."""
-        async_ = self._config.asynchrony
-        deadlines = self._config.deadlines
-        # A free slot may be a whole version away: T steps, then a publication.
-        patience = deadlines.step_s * async_.trigger_parameter_sync_step + deadlines.publish_s
         try:
             async with asyncio.TaskGroup() as groups:
                 while not self._is_stopping:
-                    ticket = await self._buffer.admit_async(patience)
+                    ticket = await self._buffer.admit_async(self._config.slot_s)
                     task = groups.create_task(self.rollouter.run_group(ticket))
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
         except* BufferClosed:
             # The run is over: what was still being generated stays unfinished.
             pass
+        except* Exception as failures:
+            raise first_error(failures) from failures
 
     async def load_weights(self, folder: Path, *, version: int) -> None:
         """Swaps the engine's weights, in flight where `async.partial_rollout` allows it."""
-        await self._engine.load_weights(
+        await self.engine.load_weights(
             folder, version=version, keep_requests=self._config.asynchrony.partial_rollout
         )
 
@@ -82,7 +97,7 @@ class RolloutWorker:
 
     async def stats(self) -> dict[str, float]:
         """The engine's counters and the groups in flight here."""
-        return {**self._engine.stats(), "num_groups": float(len(self._running))}
+        return {**self.engine.stats(), "num_groups": float(len(self._running))}
 
     async def drain_samples(self) -> list[dict[str, Any]]:
         """Sample completions since the last call, for the run folder."""
@@ -93,5 +108,8 @@ class RolloutWorker:
         self._is_stopping = True
         for task in list(self._running):
             task.cancel()
-        await self._engine.close()
-        self._buffer.detach()
+        if self._rollouter is not None:
+            await self._rollouter.close()
+            self._buffer.detach()
+        if self._engine is not None:
+            await self._engine.close()

@@ -27,7 +27,7 @@ def prepare_model_folder(config: configuration.Model, folder: Path, *, seed: int
 
     `model.path` is that folder already; `model.random` is built from `seed` and saved to `folder`.
 
-    Raises ValueError when `model.path` holds no model or the random model's sizes do not fit.
+    Raises ValueError when `model.path` holds no model.
     """
     if config.path is not None:
         if not (config.path / "config.json").is_file():
@@ -37,11 +37,13 @@ def prepare_model_folder(config: configuration.Model, folder: Path, *, seed: int
             )
         return config.path
     assert config.random is not None
-    _check_random(config.random)
+    import transformers
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _random_model(config.random)
     folder.mkdir(parents=True, exist_ok=True)
+    transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder)
     _character_tokenizer(config.random).save_pretrained(folder)
     return folder
@@ -109,19 +111,6 @@ def _row_logprobs(
 ) -> tuple[Tensor, Tensor]:
     logprobs, entropy = token_logprobs(output_layer(rows), tokens, temperature=temperature)
     return logprobs, entropy
-
-
-def _check_random(config: configuration.RandomModel) -> None:
-    if config.hidden_size % (2 * config.num_heads):
-        raise ValueError(
-            f"model.random.hidden_size={config.hidden_size} with num_heads={config.num_heads}: "
-            "each head needs an even width; set hidden_size to a multiple of 2 x num_heads"
-        )
-    if not config.alphabet or len(set(config.alphabet)) != len(config.alphabet):
-        raise ValueError(
-            f"model.random.alphabet={config.alphabet!r}: each character must appear once; "
-            "set model.random.alphabet to distinct characters"
-        )
 
 
 def _random_model(config: configuration.RandomModel) -> Any:

@@ -68,6 +68,7 @@ class TrainerRank:
         self._run_dir = run_dir
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.trainer.dtype]
         self._step = 0
+        self._has_started = False
         self._leases: list[Lease] = []
 
     def start(self, rendezvous: str) -> None:
@@ -84,7 +85,7 @@ class TrainerRank:
             num_ranks=self._num_ranks,
             backend=device.backend,
             # Other ranks wait in a collective while rank 0 waits for the batch.
-            timeout_s=max(deadlines.start_s, deadlines.take_s + deadlines.step_s),
+            timeout_s=max(deadlines.start_s, config.batch_s + deadlines.step_s),
         )
         torch.manual_seed(config.run.seed)
         self._policy = self._load_policy(is_trained=True)
@@ -94,12 +95,13 @@ class TrainerRank:
             config, policy=self._policy, reference=reference, device=self._device
         )
         self._buffer = TrajectoryBuffer.attach(self._buffer_name)
+        self._has_started = True
 
     def step(self) -> StepReport:
         """One optimizer step.
 
         consumes: R ready prompt groups; produces: new weights, R released groups; waits for: the
-        groups, at most `deadlines.take_s`; unblocked by: the rollout workers.
+        groups, at most `Config.batch_s`; unblocked by: the rollout workers.
         """
         started = time.monotonic()
         delivery = self._receive()
@@ -131,7 +133,9 @@ class TrainerRank:
         save_pretrained_folder(self._policy.model, self._model_folder, folder, dtype=self._dtype)
 
     def close(self) -> None:
-        """Leaves the process group and the buffer."""
+        """Leaves the process group and the buffer; nothing to leave before `start` is through."""
+        if not self._has_started:
+            return
         self._buffer.detach()
         # Sharded modules hold on to the group; they must not outlive it.
         del self._learner, self._policy
@@ -165,7 +169,7 @@ class TrainerRank:
     def _take(self) -> _Delivery:
         """R groups in admission order; too stale ones are replaced under `async.stale: refill`."""
         needed = self._config.groups_per_step
-        deadline = time.monotonic() + self._config.deadlines.take_s
+        deadline = time.monotonic() + self._config.batch_s
         trainer_version = self._buffer.stats()["trainer_version"]
         oldest = trainer_version - self._config.max_staleness
         num_refilled = 0

@@ -277,7 +277,7 @@ class Learner:
             output = self._loss(
                 LossInputs(
                     current_logprobs=current,
-                    old_logprobs=self._old_logprobs(micro_batch, current, old),
+                    anchor_logprobs=self._anchor_logprobs(micro_batch, current, old),
                     advantages=self._tensor(micro_batch.advantages),
                     loss_mask=mask,
                     offsets=self._tensor(micro_batch.offsets),
@@ -361,7 +361,7 @@ class Learner:
         logprobs = batch.behavior_logprobs if proximal is None else proximal
         return _Gradients(0.0, logprobs, 0.0, [])
 
-    def _old_logprobs(
+    def _anchor_logprobs(
         self, micro_batch: MicroBatch, current: Tensor, proximal: Tensor | None
     ) -> Tensor:
         if self._correction.mode == "bypass":

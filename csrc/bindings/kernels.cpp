@@ -328,9 +328,9 @@ py::tuple policy_loss_py(const py::object& current, const py::object& old,
                          const py::object& advantages, double clip_low, double clip_high,
                          std::optional<double> dual_clip) {
   const Input<float> c(current, "current_logprobs");
-  const Input<float> o(old, "old_logprobs");
+  const Input<float> o(old, "anchor_logprobs");
   const Input<float> a(advantages, "advantages");
-  check_size("old_logprobs", o.size(), "current_logprobs", c.size());
+  check_size("anchor_logprobs", o.size(), "current_logprobs", c.size());
   check_size("advantages", a.size(), "current_logprobs", c.size());
   py::array_t<float> loss(c.size());
   py::array_t<bool> is_clipped(c.size());
@@ -397,7 +397,7 @@ PYBIND11_MODULE(_kernels, m) {
         "estimator"_a);
   m.def("kl_penalty", &kl_penalty_py, "current_logprobs"_a, "reference_logprobs"_a, py::kw_only(),
         "estimator"_a);
-  m.def("policy_loss", &policy_loss_py, "current_logprobs"_a, "old_logprobs"_a, "advantages"_a,
+  m.def("policy_loss", &policy_loss_py, "current_logprobs"_a, "anchor_logprobs"_a, "advantages"_a,
         py::kw_only(), "clip_low"_a, "clip_high"_a, "dual_clip"_a);
   m.def("aggregate", &aggregate_py, "per_token_loss"_a, "loss_mask"_a, "offsets"_a, py::kw_only(),
         "mode"_a, "denominator"_a);

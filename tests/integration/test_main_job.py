@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from asyncrl.observe.metrics import REQUIRED
 
 _SMALL = [
     "algorithm.group_size=4",
@@ -28,38 +31,59 @@ def _shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("asyncrl")}
 
 
+def _environment(run_dir: Path) -> dict[str, str]:
+    """Marks a run and all that it starts, however it starts it."""
+    return {**os.environ, "ASYNCRL_TEST_RUN": str(run_dir)}
+
+
 def _processes_of(run_dir: Path) -> list[psutil.Process]:
-    """Processes that still have a file of the run open."""
+    """Living processes that a run started, itself included."""
     found = []
     for process in psutil.process_iter():
-        try:
-            if any(str(run_dir) in file.path for file in process.open_files()):
+        with contextlib.suppress(psutil.Error):
+            is_marked = process.environ().get("ASYNCRL_TEST_RUN") == str(run_dir)
+            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except psutil.Error:
-            continue
     return found
+
+
+def _start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    """A run in a session of its own, as a terminal starts it."""
+    return subprocess.Popen(
+        _command(run_dir, *overrides),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=_environment(run_dir),
+    )
+
+
+def _wait_for(file: Path, process: subprocess.Popen[str], *, num_lines: int) -> None:
+    """Until the run has written that many lines to a file."""
+    deadline = time.monotonic() + 120
+    while not (file.is_file() and file.read_text().count("\n") >= num_lines):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"the run did not write {file}"
+        time.sleep(0.05)
 
 
 def test_main_job_runs_and_leaves_a_whole_run_folder(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     before = _shared_memory()
     command = _command(run_dir, "trainer.total_steps=6", "async.rollout_correction=sequence_tis")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=_environment(run_dir),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    required = {
-        "policy_version",
-        "reward/mean",
-        "loss",
-        "staleness/token_mean",
-        "staleness/token_max",
-        "staleness/bound",
-        "trainer/idle_share",
-        "rollout/tokens_per_s",
-        "time/elapsed_s",
-    }
-    assert required <= rows[-1].keys()
+    assert set(REQUIRED) <= rows[-1].keys()
     assert all(row["staleness/token_max"] <= row["staleness/bound"] for row in rows)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == 6
@@ -78,26 +102,24 @@ def _loads_in_transformers(folder: Path) -> None:
     assert logits.shape[:2] == (1, 5)
 
 
-@pytest.mark.parametrize("when", ["start", "training"])
+@pytest.mark.parametrize(
+    ("when", "stop"),
+    [("start", signal.SIGINT), ("training", signal.SIGINT), ("training", signal.SIGTERM)],
+)
 def test_interrupt_leaves_no_process_no_memory_and_a_usable_folder(
-    tmp_path: Path, when: str
+    tmp_path: Path, when: str, stop: signal.Signals
 ) -> None:
     run_dir = tmp_path / "run"
     before = _shared_memory()
-    process = subprocess.Popen(
-        _command(run_dir, "trainer.total_steps=100000"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    awaited = run_dir / ("config.yaml" if when == "start" else "metrics.jsonl")
-    deadline = time.monotonic() + 120
-    while not (awaited.is_file() and awaited.stat().st_size):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the run did not get that far"
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+    process = _start(run_dir, "trainer.total_steps=100000")
+    # By step 9 versions have been published: the bound does not allow otherwise.
+    file, num_lines = ("config.yaml", 1) if when == "start" else ("metrics.jsonl", 9)
+    _wait_for(run_dir / file, process, num_lines=num_lines)
+    assert len(_processes_of(run_dir)) >= 1
+    if stop == signal.SIGINT:
+        os.killpg(process.pid, stop)  # what a terminal does on Ctrl-C
+    else:
+        process.send_signal(stop)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
     assert _shared_memory() == before
@@ -107,6 +129,37 @@ def test_interrupt_leaves_no_process_no_memory_and_a_usable_folder(
         assert rows[-1]["step"] == len(rows)
         assert json.loads((run_dir / "summary.json").read_text())["steps"] == len(rows)
         assert (run_dir / "model" / "config.json").is_file()
+        _loads_in_transformers(run_dir / "model")
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [("ray::_RolloutActor", "rollout-0"), ("ray::_TrainerActor", "trainer rank 0")],
+)
+def test_a_killed_part_ends_the_run_by_name_and_leaves_nothing(
+    tmp_path: Path, title: str, name: str
+) -> None:
+    run_dir = tmp_path / "run"
+    before = _shared_memory()
+    process = _start(run_dir, "trainer.total_steps=100000")
+    _wait_for(run_dir / "metrics.jsonl", process, num_lines=1)
+    (victim,) = [p for p in _processes_of(run_dir) if " ".join(p.cmdline()).startswith(title)]
+    victim.kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert f"{name} died" in output
+    assert _shared_memory() == before
+    assert _processes_of(run_dir) == []
+
+
+def test_a_spent_failure_budget_is_named_through_ray(tmp_path: Path) -> None:
+    command = _command(
+        tmp_path / "run", "rollout.max_failures=0", "deadlines.generate_s=0.000001",
+        "validation.num_prompts=0",
+    )  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "rollout.max_failures=0 are allowed" in " ".join(done.stdout.split())
 
 
 def test_two_ranks_train_through_ray(tmp_path: Path) -> None:

@@ -199,11 +199,14 @@ async def test_a_version_that_is_not_above_the_present_one_is_refused(running: R
         await running.engine.load_weights(running.folders[0], version=0, keep_requests=True)
 
 
-async def test_close_leaves_no_process(running: Running) -> None:
+async def test_close_leaves_no_process_and_no_shared_memory(running: Running) -> None:
     processes: list[Any] = list(running.engine._processes)
     assert len(processes) >= 1
     assert all(process.is_running() for process in processes)
+    segments = adapter._shared_memory(processes)
+    assert any(segment.exists() for segment in segments)
     await running.engine.close()
+    assert not any(segment.exists() for segment in segments)
     assert not any(process.is_running() for process in processes)
     with pytest.raises(RuntimeError, match="not running"):
         await running.ask(seed=0, max_new_tokens=1)

@@ -218,7 +218,7 @@ def test_repeated_validation_of_no_prompts_is_refused(base: Path) -> None:
 
 def test_width_that_does_not_divide_over_heads_is_refused(base: Path) -> None:
     message = problem(base, "model.random.num_heads=3")
-    assert "model.random.hidden_size=64 does not divide over model.random.num_heads=3" in message
+    assert "model.random.hidden_size=64 with num_heads=3: each head needs an even width" in message
 
 
 def test_no_model_and_two_models_are_refused(base: Path) -> None:

@@ -14,7 +14,7 @@ NAN, INF = math.nan, math.inf
 
 def make_inputs(current, **fields):
     defaults = {
-        "old_logprobs": torch.zeros(5, dtype=torch.float64),
+        "anchor_logprobs": torch.zeros(5, dtype=torch.float64),
         "advantages": torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64),
         "loss_mask": torch.tensor([True, True, True, True, False]),
         "offsets": torch.tensor([0, 3, 5]),
@@ -42,7 +42,7 @@ def test_loss_and_fractions_equal_the_golden_numbers():
             "trainer/num_nonfinite": 0,
             "trainer/clip_fraction": 0.5,
             "trainer/dual_clip_fraction": 0.25,
-            "trainer/old_kl": -0.275,
+            "trainer/anchor_kl": -0.275,
         }
     )
 
@@ -88,7 +88,7 @@ def test_kl_penalty_adds_its_coefficient_times_the_mean():
 def test_a_masked_token_changes_neither_loss_nor_gradient(poison):
     wild = {
         name: torch.tensor([0.0, 0.0, 0.0, 0.0, poison], dtype=torch.float64)
-        for name in ("old_logprobs", "reference_logprobs")
+        for name in ("anchor_logprobs", "reference_logprobs")
     }
     plain = make_inputs(GOLDEN, weights=torch.ones(5), reference_logprobs=torch.zeros(5))
     advantages = plain.advantages.clone()
@@ -132,7 +132,7 @@ def test_splitting_a_mini_batch_does_not_change_the_loss():
         parts.append(
             LossInputs(
                 current_logprobs=full.current_logprobs[part],
-                old_logprobs=full.old_logprobs[part],
+                anchor_logprobs=full.anchor_logprobs[part],
                 advantages=full.advantages[part],
                 loss_mask=full.loss_mask[part],
                 offsets=torch.tensor([0, length]),

@@ -1,6 +1,7 @@
 """The random model's folder, and log-probs of completions under a model."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,14 +123,12 @@ def test_llama_folder_loads_as_llama(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("random", "match"),
+    ("sizes", "match"),
     [
-        (RandomModel(hidden_size=20, num_heads=4), r"hidden_size=20 with num_heads=4"),
-        (RandomModel(alphabet="aab"), r"alphabet='aab'"),
+        ({"hidden_size": 20, "num_heads": 4}, r"hidden_size=20 with num_heads=4"),
+        ({"alphabet": "aab"}, r"alphabet='aab'"),
     ],
 )
-def test_random_model_that_cannot_be_built_is_refused(
-    random: RandomModel, match: str, tmp_path: Path
-) -> None:
+def test_random_model_that_cannot_be_built_is_refused(sizes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        prepare_model_folder(Model(random=random), tmp_path, seed=0)
+        RandomModel(**sizes)

@@ -122,7 +122,11 @@ def test_more_devices_than_the_cluster_has_are_refused(base: Path) -> None:
         "rollout.num_devices=2 + trainer.num_devices=1 = 3 is more than the cluster's 2 devices "
         "(cluster.num_nodes=1 x 2 cluster.devices_per_node)"
     ) in message
-    preflight.check(load(base, ["rollout.num_devices=2", "cluster.num_nodes=2"]))
+    preflight.check(load(base, ["rollout.num_devices=2", "cluster.devices_per_node=3"]))
+
+
+def test_several_nodes_are_refused_until_they_work(base: Path) -> None:
+    assert "set cluster.num_nodes=1" in problem(load(base, ["cluster.num_nodes=2"]))
 
 
 def test_visible_devices_count_when_none_are_configured(base: Path) -> None:
@@ -142,7 +146,9 @@ def test_group_larger_than_the_buffer_is_refused(base: Path) -> None:
     # 4 x 2000 tokens of 12 bytes, and what describes them
     assert 96_000 < preflight.largest_group_bytes(config) < 96_500
     message = problem(config)
-    assert "buffer.capacity_bytes=65536 is less than the largest prompt group" in message
+    assert (
+        "buffer.capacity_bytes=65536 is less than a step's 4 prompt groups and one more" in message
+    )
     assert f"set buffer.capacity_bytes >= {preflight.largest_group_bytes(config) * 8}" in message
 
 

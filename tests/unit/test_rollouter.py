@@ -45,6 +45,9 @@ class Slots:
     def withdraw(self, ticket: Ticket, cause: str) -> None:
         self.withdrawn.append((ticket, cause))
 
+    def stats(self) -> dict[str, int]:
+        return {"num_failed": sum(cause == "failed" for _, cause in self.withdrawn)}
+
 
 class ScriptedEngine:
     """Answers each request with what a function of the request gives, and remembers them."""
