@@ -12,15 +12,25 @@ from numpy.typing import NDArray
 
 from asyncrl.trajectory import FinishReason
 
+Messages = Sequence[Mapping[str, str]] | str
+"""Chat messages, or plain text for models without a chat template."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a dataset: what is asked, and what the reward checks against."""
+
+    messages: Messages
+    answer: Any
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a dataset, ready to be asked."""
+    """A row of the dataset at its place in the run, ready to be asked."""
 
     index: int
     """Position in the run's prompt stream."""
-    messages: Sequence[Mapping[str, str]] | str
-    """Chat messages, or plain text for models without a chat template."""
+    messages: Messages
     answer: Any
     """What the reward checks against."""
 
@@ -76,12 +86,12 @@ class Engine(Protocol):
 
 
 class Dataset(Protocol):
-    """A resumable stream: a prompt is a pure function of its index."""
+    """The rows of one split, in the same order every time; the prompt stream shuffles them."""
 
     def __len__(self) -> int: ...
 
-    def prompt(self, index: int) -> Prompt:
-        """The prompt at a position of the stream; the stream repeats, reshuffled, after its end."""
+    def row(self, number: int) -> Row:
+        """The row with this number, 0 <= number < len."""
 
 
 class Reward(Protocol):

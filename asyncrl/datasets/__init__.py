@@ -1,17 +1,16 @@
 """Prompts of a run: one module a kind of data, and what all of them share.
 
 A plug-in module offers `Config`, `requires` if it needs packages, `check(config)` for the preflight
-and `Dataset(config, *, seed, split)`, which implements `asyncrl.interfaces.Dataset`. A row belongs
-to one split by the hash of its own text, so that the held-out rows are the same in every run and
-never among the training rows.
+and `Dataset(config, *, seed, split)`, which implements `asyncrl.interfaces.Dataset`: rows in a
+fixed order, since `asyncrl.rollout.prompts` shuffles. `seed` is for data that is generated. A row
+belongs to one split by the hash of its own text, so that a row held out in one run is not trained
+in another.
 """
 
 from __future__ import annotations
 
 import hashlib
 from typing import Literal
-
-import numpy as np
 
 Split = Literal["train", "validation"]
 
@@ -26,22 +25,3 @@ def is_in_split(text: str, *, split: Split, validation_share: float) -> bool:
     """Whether a row with this text is in the split; `validation_share` of all are held out."""
     is_held_out = stable_hash("split", text) < validation_share * 2**64
     return is_held_out == (split == "validation")
-
-
-class Shuffle:
-    """The order of a stream: index -> (epoch, position) -> row, with a new order every epoch."""
-
-    def __init__(self, num_rows: int, *, seed: int) -> None:
-        self._num_rows = num_rows
-        self._seed = seed
-        self._epoch = -1
-        self._order: list[int] = []
-
-    def row(self, index: int) -> int:
-        """The row at a position of the stream; a pure function of index, seed and num_rows."""
-        epoch, position = divmod(index, self._num_rows)
-        if epoch != self._epoch:
-            generator = np.random.default_rng(stable_hash("shuffle", self._seed, epoch))
-            self._order = generator.permutation(self._num_rows).tolist()
-            self._epoch = epoch
-        return self._order[position]

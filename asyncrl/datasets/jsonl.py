@@ -10,12 +10,12 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from asyncrl.datasets import Shuffle, Split, is_in_split
-from asyncrl.interfaces import Prompt
+from asyncrl.datasets import Split, is_in_split
+from asyncrl.interfaces import Row
 
 _log = logging.getLogger(__name__)
 _MAX_NAMED = 3
-Row = tuple[str, str]
+Pair = tuple[str, str]
 
 
 class Config(BaseModel, frozen=True, extra="forbid"):
@@ -58,7 +58,7 @@ def check(config: Config) -> None:
             )
 
 
-def _read(config: Config, path: Path) -> list[Row]:
+def _read(config: Config, path: Path) -> list[Pair]:
     """The good rows of a file; bad ones are counted and named in one warning."""
     rows, bad = [], []
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -78,7 +78,7 @@ def _read(config: Config, path: Path) -> list[Row]:
     return rows
 
 
-def _parse(config: Config, line: str) -> Row:
+def _parse(config: Config, line: str) -> Pair:
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError(f"a JSON object is needed, not {type(row).__name__}")
@@ -94,7 +94,7 @@ def _parse(config: Config, line: str) -> Row:
     return str(row[config.question_field]), answer.strip()
 
 
-def _split(config: Config, *, split: Split) -> list[Row]:
+def _split(config: Config, *, split: Split) -> list[Pair]:
     if config.validation_path is None:
         share = config.validation_share
         rows = _read(config, config.path)
@@ -117,6 +117,7 @@ class Dataset:
     """Implements `asyncrl.interfaces.Dataset`; an answer is a string."""
 
     def __init__(self, config: Config, *, seed: int, split: Split) -> None:
+        del seed  # a file has the same rows for every run
         check(config)
         self._config = config
         self._rows = _split(config, split=split)
@@ -127,14 +128,13 @@ class Dataset:
                 f"{config.answer_field!r}; check data.question_field, data.answer_field and "
                 "data.answer_pattern"
             )
-        self._shuffle = Shuffle(len(self._rows), seed=seed)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def prompt(self, index: int) -> Prompt:
-        """The question at a position of the stream as one user message."""
-        question, answer = self._rows[self._shuffle.row(index)]
+    def row(self, number: int) -> Row:
+        """The question as one user message, and its answer."""
+        question, answer = self._rows[number]
         parts = [question, self._config.instruction]
         content = "\n\n".join(part for part in parts if part)
-        return Prompt(index=index, messages=[{"role": "user", "content": content}], answer=answer)
+        return Row(messages=[{"role": "user", "content": content}], answer=answer)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from asyncrl.datasets import Shuffle, Split, is_in_split
-from asyncrl.interfaces import Prompt
+from asyncrl.datasets import Split, is_in_split
+from asyncrl.interfaces import Row
 
 requires = (("reasoning_gym", "pip install 'asyncrl[data]'"),)
 _log = logging.getLogger(__name__)
@@ -75,14 +75,13 @@ class Dataset:
             "%s: %d different questions of %d generated, %d for %s",
             config.task, len(unique), len(entries), len(self._entries), split,
         )  # fmt: skip
-        self._shuffle = Shuffle(len(self._entries), seed=seed)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def prompt(self, index: int) -> Prompt:
-        """The question at a position of the stream as one user message."""
-        entry = self._entries[self._shuffle.row(index)]
+    def row(self, number: int) -> Row:
+        """The question as one user message, and the task's entry."""
+        entry = self._entries[number]
         parts = [entry["question"], self._config.instruction]
         content = "\n\n".join(part for part in parts if part)
-        return Prompt(index=index, messages=[{"role": "user", "content": content}], answer=entry)
+        return Row(messages=[{"role": "user", "content": content}], answer=entry)

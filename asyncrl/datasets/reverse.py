@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from asyncrl.datasets import Shuffle, Split, is_in_split
-from asyncrl.interfaces import Prompt
+from asyncrl.datasets import Split, is_in_split
+from asyncrl.interfaces import Row
 
 _MAX_ROWS = 1_000_000
 
@@ -58,14 +58,14 @@ class Dataset:
     """Implements `asyncrl.interfaces.Dataset`; prompts are plain text, answers are strings."""
 
     def __init__(self, config: Config, *, seed: int, split: Split) -> None:
+        del seed  # the words are all there are, for every run
         check(config)
         self._words = _words(config, split=split)
-        self._shuffle = Shuffle(len(self._words), seed=seed)
 
     def __len__(self) -> int:
         return len(self._words)
 
-    def prompt(self, index: int) -> Prompt:
-        """The word at a position of the stream, and the word backwards as its answer."""
-        word = self._words[self._shuffle.row(index)]
-        return Prompt(index=index, messages=f"{word}>", answer=word[::-1])
+    def row(self, number: int) -> Row:
+        """The word, and the word backwards as its answer."""
+        word = self._words[number]
+        return Row(messages=f"{word}>", answer=word[::-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel
@@ -49,8 +48,3 @@ class Device:
     def num_devices(self) -> int:
         """Cores that this process is allowed to run on."""
         return len(os.sched_getaffinity(0))
-
-    def memory_used_bytes(self) -> int:
-        """Resident memory of this process."""
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return resident_pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,7 @@
 """vLLM as an engine: AsyncLLM in this process, its engine core and workers in their own.
 
-The one place that knows vLLM's interface, and the versions it was written for. Token ids go in and
-come out; text, chat templates and rewards are others' business.
+Knows vLLM's interface and the versions it was written for; what runs in vLLM's own workers is in
+`_vllm_worker`. Token ids go in and come out; text, chat templates and rewards are others' business.
 
 Exact versions. A token is stamped when its output reaches `generate`, so every output of the old
 weights must have arrived before the stamp changes (`_drain`), and none of the new may exist yet
@@ -13,22 +13,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, Field
 
+from asyncrl.engines._vllm_processes import descendants, environment, output_to, shared_memory
+from asyncrl.engines._vllm_worker import WorkerExtension
 from asyncrl.interfaces import Completion, GenerationRequest
 from asyncrl.trajectory import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
 
 _T = TypeVar("_T")
 _SUPPORTED = ((0, 23), (0, 33))
@@ -67,82 +63,6 @@ class Config(BaseModel, frozen=True, extra="forbid"):
     load_timeout_s: float = Field(default=30, gt=0)
     """Deadline of each step of a weight load: pause, load, reset, resume."""
     close_timeout_s: float = Field(default=8, gt=0)
-
-
-class WorkerExtension:
-    """Methods that vLLM adds to each of its worker processes; called through `collective_rpc`."""
-
-    model_runner: Any
-    vllm_config: Any
-
-    def asyncrl_follow(self, owner_pid: int) -> None:
-        """Ends this worker and its engine core once the process `owner_pid` is gone."""
-        # vLLM's engine core outlives a killed parent, and with it gigabytes of memory.
-        threading.Thread(target=_end_with, args=(owner_pid,), daemon=True).start()
-
-    def asyncrl_load(self, folder: str) -> None:
-        """Loads the safetensors in `folder`; ValueError naming a parameter that did not arrive."""
-        import torch
-        from safetensors.torch import load_file
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
-
-        model = self.model_runner.model
-        files = sorted(Path(folder).glob("*.safetensors"))
-        weights = {name: t for file in files for name, t in load_file(file).items()}
-        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            # Layerwise: vLLM packs weights for the CPU's kernels, and must pack the new ones too.
-            initialize_layerwise_reload(model)
-            expected = {name for name, _ in model.named_parameters()}
-            loaded = model.load_weights(iter(weights.items()))
-            finalize_layerwise_reload(model, self.vllm_config.model_config)
-            if self.vllm_config.model_config.hf_text_config.tie_word_embeddings:
-                expected.discard("lm_head.weight")
-                # A tied head has no weights in the file, so the reload leaves its packed copy be.
-                model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-        if missing := expected - set(loaded):
-            raise ValueError(f"{folder} holds no weights for {sorted(missing)[:3]} …")
-        _check_same(dict(model.named_parameters()), weights, folder)
-
-
-def _check_same(
-    held: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], folder: str
-) -> None:
-    """Raises ValueError unless parameters that vLLM neither fuses, packs nor shards equal the file.
-
-    Those are norms and embeddings: some in every layer. An embedding may be padded at its end.
-    """
-    import torch
-
-    num_compared = 0
-    for name, file_tensor in weights.items():
-        if name not in held or held[name].dim() != file_tensor.dim():
-            continue
-        ours = held[name].detach()[: len(file_tensor)]
-        if "norm" not in name and "embed" not in name or ours.shape != file_tensor.shape:
-            continue
-        if not torch.equal(ours, file_tensor.to(ours.dtype).to(ours.device)):
-            raise ValueError(f"after loading {folder}, the engine's {name} differs from the file's")
-        num_compared += 1
-    if num_compared == 0:
-        raise ValueError(f"{folder}: no norm or embedding of the model is in its files: {held}")
-
-
-def _end_with(owner_pid: int) -> None:
-    """Waits, without a deadline, for `owner_pid` to end; kills the engine core, then itself."""
-    import select
-    import signal
-
-    parent = os.getppid()
-    with contextlib.suppress(ProcessLookupError):
-        select.select([os.pidfd_open(owner_pid)], [], [])
-    if parent not in (owner_pid, 1):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(parent, signal.SIGKILL)
-    os._exit(1)
 
 
 class Engine:
@@ -186,14 +106,14 @@ class Engine:
         Raises RuntimeError for a vLLM this adapter does not know or that does not start in time.
         """
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        with _output_to(self._log_file), _environment(self._variables()):
+        with output_to(self._log_file), environment(self._variables()):
             try:
                 self._llm = self._build()
             except Exception as error:
                 raise RuntimeError(
                     f"vLLM did not start on {self._model_folder} ({error}); see {self._log_file}"
                 ) from error
-        self._processes = _descendants()
+        self._processes = descendants()
         follow = self._llm.collective_rpc("asyncrl_follow", args=(os.getpid(),))
         await self._within(self._config.load_timeout_s, "load_timeout_s", "follow", follow)
         self._is_open.set()
@@ -264,8 +184,8 @@ class Engine:
         import psutil
 
         llm, self._llm = self._llm, None
-        segments = await asyncio.to_thread(_shared_memory, self._processes)
-        with _output_to(self._log_file):
+        segments = await asyncio.to_thread(shared_memory, self._processes)
+        with output_to(self._log_file):
             await asyncio.to_thread(llm.shutdown)
         timeout = self._config.close_timeout_s
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, timeout)
@@ -283,9 +203,11 @@ class Engine:
 
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         _check_vllm(vllm.__version__, AsyncLLM)
+        _check_platform(current_platform.device_type, device=self._device)
         config = self._config
         arguments = AsyncEngineArgs(
             model=str(self._model_folder),
@@ -307,7 +229,7 @@ class Engine:
             # The model folder's own top-k or temperature must not change what was asked for.
             generation_config="vllm",
             disable_log_stats=True,
-            worker_extension_cls=f"{__name__}.{WorkerExtension.__name__}",
+            worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
         )
         self._stop_tokens = _stop_tokens(self._model_folder)
         llm = AsyncLLM.from_engine_args(arguments)
@@ -418,6 +340,15 @@ def _check_vllm(version: str, llm_class: type) -> None:
         raise RuntimeError(f"vllm {version} has no AsyncLLM.{missing[0]}; {supported}")
 
 
+def _check_platform(device_type: str, *, device: str) -> None:
+    """RuntimeError when vLLM, as installed here, computes on another type of device."""
+    if device_type != device.partition(":")[0]:
+        raise RuntimeError(
+            f"device={device}, but the vLLM that is installed computes on {device_type!r}; install "
+            f"vLLM built for {device}, or set device to the one it was built for"
+        )
+
+
 def _stop_tokens(model_folder: Path) -> list[int]:
     """End-of-sequence ids of the generation config, else of the model's own."""
     from transformers import AutoConfig, GenerationConfig
@@ -429,54 +360,3 @@ def _stop_tokens(model_folder: Path) -> list[int]:
     if ids is None:
         return []
     return [ids] if isinstance(ids, int) else list(ids)
-
-
-def _descendants() -> list[Any]:
-    """vLLM's processes: those of this one that multiprocessing started, and theirs."""
-    import multiprocessing
-
-    import psutil
-
-    children = [psutil.Process(child.pid) for child in multiprocessing.active_children()]
-    return [p for child in children for p in (child, *child.children(recursive=True))]
-
-
-@contextlib.contextmanager
-def _output_to(file: Path) -> Iterator[None]:
-    """Sends stdout and stderr, also those of processes started meanwhile, to `file`."""
-    saved = [os.dup(1), os.dup(2)]
-    with file.open("ab") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    try:
-        yield
-    finally:
-        for target, descriptor in zip((1, 2), saved, strict=True):
-            os.dup2(descriptor, target)
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables, for this process and those started meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _shared_memory(processes: list[Any]) -> set[Path]:
-    """Named segments and semaphores of Python's multiprocessing that these processes map."""
-    import psutil
-
-    paths: set[Path] = set()
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            paths |= {Path(mapping.path) for mapping in process.memory_maps()}
-    return {path for path in paths if path.name.startswith(("psm_", "sem.mp-"))}

@@ -22,6 +22,8 @@ _HEARTBEAT_S = 4.0
 """Longest silence while something is waited for."""
 _LINE_S = 2.0
 """Least time between two plain lines of progress, unless a tenth of the steps was passed."""
+_MUCH_REJECTED = 0.5
+"""A step that rejects a greater share of its trajectories says so."""
 _SLOW_STEP_S = 30.0
 """A step that takes longer is mentioned in plain lines although nothing changed."""
 
@@ -165,7 +167,7 @@ class Screen:
 def _figures(snapshot: Snapshot) -> dict[str, str]:
     """The figures that both kinds of display show, by name."""
     metrics = snapshot.metrics
-    return {
+    figures = {
         "reward": _number(metrics, "reward/mean", ".3f"),
         "loss": _number(metrics, "loss", ".4f"),
         "tokens/s": _number(metrics, "rollout/tokens_per_s", ",.0f"),
@@ -179,6 +181,10 @@ def _figures(snapshot: Snapshot) -> dict[str, str]:
             f"{_number(snapshot.buffer, 'num_slots', '.0f')} slots"
         ),
     }
+    rejected = metrics.get("correction/rejected_sequence_fraction", 0.0)
+    if rejected > _MUCH_REJECTED:
+        figures["rejected"] = f"{100 * rejected:.0f} %"
+    return figures
 
 
 def _line(snapshot: Snapshot, *, eta_s: float | None) -> str:

@@ -105,7 +105,7 @@ def summarize(
     """
     tenth = max(1, len(steps) // 10)
     is_complete = len(steps) == config.trainer.total_steps and wall_s > 0
-    speedup, comparison = _compare(config, wall_s=wall_s, is_complete=is_complete)
+    speedup, comparison = _compare(config, folder, wall_s=wall_s, is_complete=is_complete)
     return Summary(
         name=config.run.name,
         folder=str(folder.root),
@@ -129,20 +129,20 @@ def summarize(
     )
 
 
-def _compare(config: Config, *, wall_s: float, is_complete: bool) -> tuple[float | None, str]:
-    """(speed-up over `run.compare_to`, what to say about it)."""
-    other = config.run.compare_to
+def _compare(
+    config: Config, folder: RunFolder, *, wall_s: float, is_complete: bool
+) -> tuple[float | None, str]:
+    """(speed-up, what to say about it), over `run.compare_to` or a synchronous run beside it."""
     if not is_complete:
         return None, "not measured; the run did not make all its steps"
+    other = config.run.compare_to or _synchronous_neighbour(config, folder)
     if other is None:
         return None, (
-            "not measured; run the same configuration with async.staleness_threshold=0, then this "
-            "one with run.compare_to=<that run's folder>"
+            "not measured; the summary compares with a run of the same configuration with "
+            "async.staleness_threshold=0 in the same folder, or with run.compare_to"
         )
     theirs = json.loads(RunFolder(other).summary.read_text())
-    reasons = _differences(config, yaml.safe_load(RunFolder(other).config.read_text()))
-    if theirs["machine"] != _machine():
-        reasons.append("it ran on another machine")
+    reasons = _obstacles(config, RunFolder(other))
     if reasons:
         return None, f"not comparable with {other}: {', '.join(reasons)}"
     speedup = theirs["wall_s"] / wall_s
@@ -153,6 +153,28 @@ def _compare(config: Config, *, wall_s: float, is_complete: bool) -> tuple[float
         f"{wall_s:.1f} s with {config.asynchrony.staleness_threshold:g}, bound "
         f"{config.max_staleness})"
     )
+
+
+def _synchronous_neighbour(config: Config, folder: RunFolder) -> Path | None:
+    """The newest comparable run beside this one with threshold 0; None for a synchronous run."""
+    if config.asynchrony.staleness_threshold == 0:
+        return None
+    beside = [RunFolder(path) for path in folder.root.resolve().parent.iterdir()]
+    finished = [run for run in beside if run.is_finished()]
+    finished.sort(key=lambda run: run.summary.stat().st_mtime, reverse=True)
+    for run in finished:
+        theirs = json.loads(run.summary.read_text())
+        if theirs["staleness_threshold"] == 0 and not _obstacles(config, run):
+            return run.root
+    return None
+
+
+def _obstacles(config: Config, other: RunFolder) -> list[str]:
+    """Why wall times of the two runs say nothing about asynchrony."""
+    reasons = _differences(config, yaml.safe_load(other.config.read_text()))
+    if json.loads(other.summary.read_text())["machine"] != _machine():
+        reasons.append("it ran on another machine")
+    return reasons
 
 
 def _differences(config: Config, theirs: dict[str, Any]) -> list[str]:

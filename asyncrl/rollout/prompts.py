@@ -1,25 +1,23 @@
-"""The prompt stream: a dataset's prompts as token ids, without those that are too long.
+"""The prompt stream: a dataset's rows, shuffled, as token ids, without those that are too long.
 
-Resumable without state: what stands at an index depends on nothing but the index, the data and the
-seed.
+The one place where an index of the run becomes a row. Resumable without state: what stands at an
+index depends on nothing but the index, the data and the seed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.datasets import Shuffle
-from asyncrl.interfaces import Dataset, Prompt
+from asyncrl.datasets import stable_hash
+from asyncrl.interfaces import Dataset, Messages, Prompt, Row
 
 _log = logging.getLogger(__name__)
 _MAX_NAMED = 5
-Messages = Sequence[Mapping[str, str]] | str
 
 
 def encode(messages: Messages, tokenizer: Any) -> NDArray[np.int32]:
@@ -45,7 +43,7 @@ def encode(messages: Messages, tokenizer: Any) -> NDArray[np.int32]:
 
 
 class PromptStream:
-    """The prompts of one split in the order in which a run asks them."""
+    """The prompts of one split in the order in which a run asks them: a new one every epoch."""
 
     def __init__(
         self,
@@ -56,21 +54,25 @@ class PromptStream:
         seed: int,
         alphabet: str | None,
     ) -> None:
-        """Measures every prompt once; those beyond `max_prompt_tokens` are named in a warning.
+        """Measures every row once; those beyond `max_prompt_tokens` are named in a warning.
 
+        seed: decides the order, together with the epoch.
         alphabet: characters that a random model knows; null = the tokenizer takes any text.
         ValueError when a character is not in it, or when no prompt is short enough.
         """
         self._dataset = dataset
         self._tokenizer = tokenizer
-        prompts = [dataset.prompt(row) for row in range(len(dataset))]
+        self._seed = seed
+        rows = [dataset.row(number) for number in range(len(dataset))]
         if alphabet is not None:
-            _check_alphabet(prompts, alphabet)
-        lengths = [len(encode(prompt.messages, tokenizer)) for prompt in prompts]
+            _check_alphabet(rows, alphabet)
+        lengths = [len(encode(row.messages, tokenizer)) for row in rows]
         self._kept = [row for row, num in enumerate(lengths) if 0 < num <= max_prompt_tokens]
         if len(self._kept) < len(lengths):
             _report(lengths, num_kept=len(self._kept), max_prompt_tokens=max_prompt_tokens)
-        self._shuffle = Shuffle(len(self._kept), seed=seed)
+        self._epoch = -1
+        self._order: list[int] = []
+        """Positions in `_kept`, in the order of `_epoch`."""
 
     def __len__(self) -> int:
         """Prompts before the stream repeats."""
@@ -78,16 +80,26 @@ class PromptStream:
 
     def draw(self, index: int) -> tuple[Prompt, NDArray[np.int32]]:
         """The prompt at an index of the stream and its token ids [P]; repeats, reshuffled."""
-        prompt = self._dataset.prompt(self._kept[self._shuffle.row(index)])
-        return dataclasses.replace(prompt, index=index), encode(prompt.messages, self._tokenizer)
+        row = self._dataset.row(self._row_number(index))
+        prompt = Prompt(index=index, messages=row.messages, answer=row.answer)
+        return prompt, encode(row.messages, self._tokenizer)
+
+    def _row_number(self, index: int) -> int:
+        """A pure function of index, seed and kept rows; the order of one epoch is remembered."""
+        epoch, position = divmod(index, len(self._kept))
+        if epoch != self._epoch:
+            generator = np.random.default_rng(stable_hash("shuffle", self._seed, epoch))
+            self._order = generator.permutation(len(self._kept)).tolist()
+            self._epoch = epoch
+        return self._kept[self._order[position]]
 
 
-def _check_alphabet(prompts: Sequence[Prompt], alphabet: str) -> None:
-    for prompt in prompts:
-        unknown = set(str(prompt.messages)) - set(alphabet)
+def _check_alphabet(rows: Sequence[Row], alphabet: str) -> None:
+    for row in rows:
+        unknown = set(str(row.messages)) - set(alphabet)
         if unknown:
             raise ValueError(
-                f"the prompt {prompt.messages!r} has characters {''.join(sorted(unknown))!r} that "
+                f"the prompt {row.messages!r} has characters {''.join(sorted(unknown))!r} that "
                 f"model.random.alphabet={alphabet!r} lacks; add them there"
             )
 

@@ -129,7 +129,7 @@ def _random_model(config: configuration.RandomModel) -> Any:
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_heads,
-            head_dim=config.hidden_size // config.num_heads,
+            head_dim=config.head_dim,
             max_position_embeddings=config.max_positions,
             tie_word_embeddings=False,
             pad_token_id=0,

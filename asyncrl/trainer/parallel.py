@@ -53,11 +53,6 @@ def shard(policy: Policy, *, device: torch.device, dtype: torch.dtype) -> None:
     fully_shard(policy, mesh=mesh, mp_policy=precision)
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def all_reduce_sum(values: Mapping[str, float], *, device: torch.device) -> dict[str, float]:
     """Each value summed over ranks; all ranks pass the same names. Collective."""
     return _all_reduce(values, dist.ReduceOp.SUM, device)

@@ -19,6 +19,7 @@ from asyncrl import plugins
 from asyncrl.buffer import Handle, Lease, TrajectoryBuffer
 from asyncrl.config import Config
 from asyncrl.interfaces import StepReport
+from asyncrl.trainer.batch import Batch
 from asyncrl.trainer.batcher import pack
 from asyncrl.trainer.model import Policy, load_model
 from asyncrl.trainer.parallel import (
@@ -28,7 +29,7 @@ from asyncrl.trainer.parallel import (
     save_pretrained_folder,
     shard,
 )
-from asyncrl.trainer.step import Batch, Learner, NonFiniteStep
+from asyncrl.trainer.step import Learner, NonFiniteStep
 from asyncrl.trajectory import FinishReason, PromptGroup, read_group
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from asyncrl.kernels import (
     weight_normalizer,
 )
 from asyncrl.losses import LossInputs
+from asyncrl.trainer.batch import Batch
 from asyncrl.trainer.batcher import MicroBatch
 from asyncrl.trainer.model import Policy
 from asyncrl.trainer.parallel import all_reduce_max, all_reduce_sum, gather_objects
@@ -44,64 +44,15 @@ class AllBatchesRejected(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What this rank trains on in one step: T tokens of S trajectories, cut into micro-batches."""
-
-    micro_batches: Sequence[MicroBatch]
-    num_groups: int
-    """Prompt groups of the whole step, over all ranks."""
-    trainer_version: int
-    """Policy version of the trainer when the batch was taken."""
-    device: torch.device
-
-    @cached_property
-    def behavior_logprobs(self) -> Tensor:
-        """[T] float32."""
-        return self._packed([m.behavior_logprobs for m in self.micro_batches])
-
-    @cached_property
-    def staleness(self) -> Tensor:
-        """[T] int64, trainer version - token version."""
-        versions = self._packed([m.token_versions for m in self.micro_batches])
-        return self.trainer_version - versions.long()
-
-    @cached_property
-    def offsets(self) -> Tensor:
-        """[S + 1] int64."""
-        lengths = [np.diff(m.offsets) for m in self.micro_batches]
-        return self._packed([np.concatenate([[0], np.cumsum(np.concatenate(lengths))])])
-
-    @cached_property
-    def group_ids(self) -> Tensor:
-        """[S] int64."""
-        return self._packed([m.group_ids for m in self.micro_batches])
-
-    def split(self, values: Tensor) -> Sequence[Tensor]:
-        """[T] values of the batch, by micro-batch."""
-        return torch.split(values, [len(m.tokens) for m in self.micro_batches])
-
-    def split_optional(self, values: Tensor | None) -> Sequence[Tensor | None]:
-        """As `split`; without values, None for each micro-batch."""
-        return [None] * len(self.micro_batches) if values is None else self.split(values)
-
-    def kept_a_trajectory(self, loss_mask: Tensor) -> Tensor:
-        """[S] float64 number of trained tokens of each trajectory."""
-        trained = torch.zeros(len(loss_mask) + 1, dtype=torch.float64, device=self.device)
-        trained[1:] = loss_mask.cumsum(0)
-        return trained[self.offsets].diff()
-
-    def _packed(self, arrays: Sequence[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(self.device)
-
-
-@dataclass(frozen=True)
 class Correction:
-    """What is done about tokens of another policy. All [T]."""
+    """What is done about tokens of another policy. Both tensors are [T]."""
 
     loss_mask: Tensor
     """bool, True = trained: neither stale nor rejected."""
     weights: Tensor | None
     """float32 importance weights, truncated and normalised; None = all 1."""
+    num_compared_tokens: int
+    """Tokens whose proximal and behavior log-probs the rules were applied to; 0: none was due."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +107,9 @@ class Learner:
         forward = self._only_forward(batch)
         proximal = self._proximal_logprobs(batch, forward)
         correction = self._correct(batch, proximal, fresh)
-        kept = batch.kept_a_trajectory(correction.loss_mask)
-        counts = self._counts(batch, correction, kept)
-        groups = self._trained_groups(batch, kept)
+        trained = batch.num_trained_tokens(correction.loss_mask)
+        counts = self._counts(batch, correction, trained)
+        groups = self._trained_groups(batch, trained)
         if counts["kept"] == 0:
             self._skip(step)
             gradients, grad_norm = self._no_gradients(batch, proximal), 0.0
@@ -171,6 +122,7 @@ class Learner:
         metrics = self._metrics(batch, correction, fresh, gradients, counts)
         metrics |= {"grad_norm": grad_norm, "lr": learning_rate(self._config, step=step)}
         metrics["trainer/rejected_groups"] = float(groups.count(False))
+        self._assert_corrected(batch, correction)
         return StepResult(metrics, groups)
 
     # Phases, in order.
@@ -202,16 +154,15 @@ class Learner:
 
     def _correct(self, batch: Batch, proximal: Tensor | None, fresh: Tensor) -> Correction:
         """Rejects first, so that the weights' normaliser counts only what is trained."""
-        if not self._correction.is_active:
-            return Correction(fresh, None)
-        # A run that trains uncorrected although told to correct would look healthy for long.
-        assert proximal is not None, "rollout correction is configured but did not run"
         table = self._correction
+        if not table.is_active:
+            return Correction(fresh, None, 0)
+        assert proximal is not None
         arrays = (proximal, batch.behavior_logprobs, batch.offsets)
         rules = [(r.statistic, r.aggregate, *r.bounds) for r in table.reject]
         kept = rejection_mask(*arrays, fresh, rules=rules, veto=table.veto, compat=table.compat)
         if table.weight is None:
-            return Correction(kept, None)
+            return Correction(kept, None, len(proximal))
         rule = table.weight
         weights = importance_weights(
             *arrays, kept, level=rule.level, bounds=rule.bounds, outside=rule.outside
@@ -221,22 +172,22 @@ class Learner:
             sums = self._sum({"weight": total, "count": float(count)})
             if sums["weight"] > 0:
                 weights = weights * (sums["count"] / sums["weight"])
-        return Correction(kept, weights)
+        return Correction(kept, weights, len(proximal))
 
-    def _counts(self, batch: Batch, correction: Correction, kept: Tensor) -> dict[str, float]:
+    def _counts(self, batch: Batch, correction: Correction, trained: Tensor) -> dict[str, float]:
         """Trained tokens and trajectories with one, and all tokens, over all ranks."""
         return self._sum(
             {
                 "kept": float(correction.loss_mask.sum()),
-                "kept_trajectories": float((kept > 0).sum()),
+                "kept_trajectories": float((trained > 0).sum()),
                 "all": float(len(batch.behavior_logprobs)),
             }
         )
 
-    def _trained_groups(self, batch: Batch, kept: Tensor) -> list[bool]:
+    def _trained_groups(self, batch: Batch, trained: Tensor) -> list[bool]:
         """[R] whether any token of the group is trained, on whichever rank."""
         totals = torch.zeros(batch.num_groups, dtype=torch.float64, device=self._device)
-        totals.index_add_(0, batch.group_ids, kept)
+        totals.index_add_(0, batch.group_ids, trained)
         dist.all_reduce(totals)
         return [total > 0 for total in totals.tolist()]
 
@@ -354,6 +305,17 @@ class Learner:
             **self._loss_metrics(gradients.loss_metrics),
             **self._off_policy_metrics(batch, correction, fresh, gradients.current_logprobs),
         }
+
+    def _assert_corrected(self, batch: Batch, correction: Correction) -> None:
+        """A run that trains uncorrected although told to correct would look healthy for long."""
+        due = len(batch.behavior_logprobs) if self._correction.is_active else 0
+        assert correction.num_compared_tokens == due, (
+            f"rollout correction ran on {correction.num_compared_tokens} tokens, due were {due}"
+        )
+        has_weights = correction.weights is not None
+        assert has_weights == (self._correction.weight is not None), (
+            f"importance weights: {has_weights}, rule: {self._correction.weight}"
+        )
 
     # Parts of phases.
 

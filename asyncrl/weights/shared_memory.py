@@ -13,7 +13,11 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Config(BaseModel):
-    """No settings: the weights of at most two versions are in memory at a time."""
+    """No settings. In memory are the version that the engines hold, and those not yet loaded.
+
+    A slot goes back only when the engines hold the version trained on it, so at most
+    floor(1 + async.staleness_threshold) versions wait at a time.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["shared_memory"] = "shared_memory"

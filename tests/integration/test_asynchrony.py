@@ -126,6 +126,7 @@ def test_staleness_zero_is_grpo_as_written_by_hand(
         "async.staleness_threshold=0",
         "async.trigger_parameter_sync_step=1",
         "async.rollout_correction=none",
+        "algorithm.kl.coefficient=0",
     ]
     losses, _ = _run_pipeline(tiny_config(*settings, f"run.dir={tmp_path / 'async'}"))
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import psutil
@@ -24,11 +25,19 @@ _SMALL = [
 
 
 def _command(run_dir: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", "asyncrl.train", *_SMALL, f"run.dir={run_dir}", *overrides]
+    names = [f"run.dir={run_dir}", f"run.name={run_dir.name}"]
+    return [sys.executable, "-m", "asyncrl.train", *_SMALL, *names, *overrides]
 
 
-def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("asyncrl")}
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run folder whose name no other run on this machine has."""
+    return tmp_path / f"run-{uuid.uuid4().hex[:8]}"
+
+
+def _shared_memory(run_dir: Path) -> list[str]:
+    """What a run has in shared memory: its buffer and its weights."""
+    return [path.name for path in Path("/dev/shm").iterdir() if run_dir.name in path.name]
 
 
 def _environment(run_dir: Path) -> dict[str, str]:
@@ -68,9 +77,7 @@ def _wait_for(file: Path, process: subprocess.Popen[str], *, num_lines: int) -> 
         time.sleep(0.05)
 
 
-def test_main_job_runs_and_leaves_a_whole_run_folder(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    before = _shared_memory()
+def test_main_job_runs_and_leaves_a_whole_run_folder(run_dir: Path) -> None:
     command = _command(run_dir, "trainer.total_steps=6", "async.rollout_correction=sequence_tis")
     done = subprocess.run(
         command,
@@ -88,7 +95,7 @@ def test_main_job_runs_and_leaves_a_whole_run_folder(tmp_path: Path) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == 6
     assert "bound" in done.stdout
-    assert _shared_memory() == before
+    assert _shared_memory(run_dir) == []
     assert _processes_of(run_dir) == []
     _loads_in_transformers(run_dir / "model")
 
@@ -107,10 +114,8 @@ def _loads_in_transformers(folder: Path) -> None:
     [("start", signal.SIGINT), ("training", signal.SIGINT), ("training", signal.SIGTERM)],
 )
 def test_interrupt_leaves_no_process_no_memory_and_a_usable_folder(
-    tmp_path: Path, when: str, stop: signal.Signals
+    run_dir: Path, when: str, stop: signal.Signals
 ) -> None:
-    run_dir = tmp_path / "run"
-    before = _shared_memory()
     process = _start(run_dir, "trainer.total_steps=100000")
     # By step 9 versions have been published: the bound does not allow otherwise.
     file, num_lines = ("config.yaml", 1) if when == "start" else ("metrics.jsonl", 9)
@@ -122,7 +127,7 @@ def test_interrupt_leaves_no_process_no_memory_and_a_usable_folder(
         process.send_signal(stop)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
-    assert _shared_memory() == before
+    assert _shared_memory(run_dir) == []
     assert _processes_of(run_dir) == []
     if when == "training":
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -137,10 +142,8 @@ def test_interrupt_leaves_no_process_no_memory_and_a_usable_folder(
     [("ray::_RolloutActor", "rollout-0"), ("ray::_TrainerActor", "trainer rank 0")],
 )
 def test_a_killed_part_ends_the_run_by_name_and_leaves_nothing(
-    tmp_path: Path, title: str, name: str
+    run_dir: Path, title: str, name: str
 ) -> None:
-    run_dir = tmp_path / "run"
-    before = _shared_memory()
     process = _start(run_dir, "trainer.total_steps=100000")
     _wait_for(run_dir / "metrics.jsonl", process, num_lines=1)
     (victim,) = [p for p in _processes_of(run_dir) if " ".join(p.cmdline()).startswith(title)]
@@ -148,13 +151,13 @@ def test_a_killed_part_ends_the_run_by_name_and_leaves_nothing(
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert f"{name} died" in output
-    assert _shared_memory() == before
+    assert _shared_memory(run_dir) == []
     assert _processes_of(run_dir) == []
 
 
-def test_a_spent_failure_budget_is_named_through_ray(tmp_path: Path) -> None:
+def test_a_spent_failure_budget_is_named_through_ray(run_dir: Path) -> None:
     command = _command(
-        tmp_path / "run", "rollout.max_failures=0", "deadlines.generate_s=0.000001",
+        run_dir, "rollout.max_failures=0", "deadlines.generate_s=0.000001",
         "validation.num_prompts=0",
     )  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -162,8 +165,7 @@ def test_a_spent_failure_budget_is_named_through_ray(tmp_path: Path) -> None:
     assert "rollout.max_failures=0 are allowed" in " ".join(done.stdout.split())
 
 
-def test_two_ranks_train_through_ray(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_two_ranks_train_through_ray(run_dir: Path) -> None:
     command = _command(
         run_dir, "trainer.total_steps=3", "trainer.num_devices=2", "cluster.devices_per_node=3"
     )
@@ -172,9 +174,9 @@ def test_two_ranks_train_through_ray(tmp_path: Path) -> None:
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 3
 
 
-def test_wrong_settings_start_nothing_and_exit_with_2(tmp_path: Path) -> None:
-    command = _command(tmp_path / "run", "algorithm.group_size=1", "trainer.num_devces=2")
+def test_wrong_settings_start_nothing_and_exit_with_2(run_dir: Path) -> None:
+    command = _command(run_dir, "algorithm.group_size=1", "trainer.num_devces=2")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "did you mean num_devices?" in done.stderr or "trainer.num_devices" in done.stderr
-    assert not (tmp_path / "run").exists()
+    assert not (run_dir).exists()

@@ -21,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.trainer.batcher import pack
 from asyncrl.trainer.model import completion_logprobs, load_model, prepare_model_folder
 from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.step import AllBatchesRejected, NonFiniteStep
+from asyncrl.trainer.step import AllBatchesRejected, Correction, NonFiniteStep
 from asyncrl.trajectory import FinishReason, PromptGroup, Trajectory
 
 TIMEOUT_S = 30.0
@@ -284,6 +284,20 @@ def test_rejected_batch_changes_nothing_and_too_many_end_the_run(one_rank) -> No
     after = trainer.weights()
     assert all(torch.equal(after[name], before[name]) for name in before)
     with pytest.raises(AllBatchesRejected, match=r"2 batches in a row.*max_rejected_batches=1"):
+        trainer.rank.step()
+
+
+def test_step_that_leaves_out_the_configured_correction_is_an_error(
+    one_rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = one_rank()
+    fill(trainer.buffer, 4)
+    monkeypatch.setattr(
+        trainer.rank._learner,
+        "_correct",
+        lambda _batch, _proximal, fresh: Correction(fresh, None, num_compared_tokens=0),
+    )
+    with pytest.raises(AssertionError, match="rollout correction ran on 0 tokens, due were"):
         trainer.rank.step()
 
 

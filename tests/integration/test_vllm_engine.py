@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.engines import vllm as adapter
+from asyncrl.engines._vllm_processes import shared_memory
 from asyncrl.interfaces import Completion, GenerationRequest
 from asyncrl.trajectory import FinishReason, version_segments
 
@@ -114,6 +115,20 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run
     await engine.close()
 
 
+async def test_a_device_that_vllm_was_not_built_for_is_refused(tmp_path: Path) -> None:
+    engine = adapter.Engine(
+        adapter.Config(),
+        model_folder=tmp_path,
+        log_folder=tmp_path,
+        seed=0,
+        num_threads=1,
+        device="npu",
+        max_model_len=512,
+    )
+    with pytest.raises(RuntimeError, match=r"device=npu, but the vLLM that is installed.*'cpu'"):
+        await engine.start()
+
+
 async def test_logprobs_are_those_of_the_sampled_distribution(running: Running) -> None:
     completions = await asyncio.gather(
         *(running.ask(seed=seed, max_new_tokens=32, temperature=0.7) for seed in range(4))
@@ -203,7 +218,7 @@ async def test_close_leaves_no_process_and_no_shared_memory(running: Running) ->
     processes: list[Any] = list(running.engine._processes)
     assert len(processes) >= 1
     assert all(process.is_running() for process in processes)
-    segments = adapter._shared_memory(processes)
+    segments = shared_memory(processes)
     assert any(segment.exists() for segment in segments)
     await running.engine.close()
     assert not any(segment.exists() for segment in segments)

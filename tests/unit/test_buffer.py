@@ -359,7 +359,8 @@ def _read_views(name: str, handles: Any, answers: Any) -> None:
 
 def test_processes_move_groups_whole_and_in_order() -> None:
     context = multiprocessing.get_context("spawn")
-    with _create(capacity_bytes=1 << 14) as buffer:
+    # Room for all slots' groups however they lie: an evicted one would come back out of order.
+    with _create(capacity_bytes=1 << 16) as buffer:
         handles, answers = context.Queue(), context.Queue()
         processes = [
             *(context.Process(target=_produce, args=(buffer.name,)) for _ in range(2)),

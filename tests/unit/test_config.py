@@ -216,11 +216,6 @@ def test_repeated_validation_of_no_prompts_is_refused(base: Path) -> None:
     assert "validation.every_versions=5 with validation.num_prompts=0" in message
 
 
-def test_width_that_does_not_divide_over_heads_is_refused(base: Path) -> None:
-    message = problem(base, "model.random.num_heads=3")
-    assert "model.random.hidden_size=64 with num_heads=3: each head needs an even width" in message
-
-
 def test_no_model_and_two_models_are_refused(base: Path) -> None:
     assert "set exactly one of model.path" in problem(base, "model={}")
     assert "set exactly one of model.path" in problem(base, "model.path=some/folder")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.datasets import Shuffle, jsonl, reasoning_gym, reverse
+from asyncrl.datasets import jsonl, reasoning_gym, reverse
 
 GSM8K_ROWS = [
     {"question": f"What is {n} + {n}?", "answer": f"It is <<{n}+{n}={2 * n}>>.\n#### {2 * n}"}
@@ -29,24 +29,9 @@ def sums(**settings: Any) -> reasoning_gym.Config:
     )
 
 
-def test_each_epoch_has_every_row_once_in_another_order() -> None:
-    shuffle = Shuffle(50, seed=3)
-    first, second = ([shuffle.row(e * 50 + i) for i in range(50)] for e in (0, 1))
-    assert sorted(first) == sorted(second) == list(range(50))
-    assert first != second
-
-
-def test_row_at_an_index_does_not_depend_on_what_was_drawn_before() -> None:
-    used = Shuffle(50, seed=3)
-    rows = [used.row(i) for i in range(175)]
-    assert [Shuffle(50, seed=3).row(i) for i in (174, 3, 60)] == [rows[174], rows[3], rows[60]]
-    assert [Shuffle(50, seed=4).row(i) for i in range(50)] != rows[:50]
-
-
 def test_reverse_asks_for_the_letters_backwards() -> None:
-    prompt = reverse.Dataset(reverse.Config(), seed=0, split="train").prompt(7)
-    assert prompt.index == 7
-    assert prompt.messages == prompt.answer[::-1] + ">"
+    row = reverse.Dataset(reverse.Config(), seed=0, split="train").row(1)
+    assert (row.messages, row.answer) == ("aaab>", "baaa")
 
 
 def test_reverse_splits_all_words_without_overlap() -> None:
@@ -54,19 +39,24 @@ def test_reverse_splits_all_words_without_overlap() -> None:
         reverse.Dataset(reverse.Config(alphabet="abcdef"), seed=0, split=split)
         for split in ("train", "validation")
     )
-    words = Counter(d.prompt(i).messages for d in (train, validation) for i in range(len(d)))
+    words = Counter(d.row(i).messages for d in (train, validation) for i in range(len(d)))
     assert len(words) == 6**4
     assert set(words.values()) == {1}
     assert 0.05 < len(validation) / 6**4 < 0.15
 
 
-def test_held_out_rows_are_the_same_for_every_seed() -> None:
-    first, second = (
-        reverse.Dataset(reverse.Config(), seed=seed, split="validation") for seed in (0, 1)
-    )
-    assert {first.prompt(i).answer for i in range(len(first))} == {
-        second.prompt(i).answer for i in range(len(second))
-    }
+def test_held_out_question_is_never_trained_under_another_seed() -> None:
+    questions = [
+        {
+            d.row(i).answer["question"]
+            for d in [reasoning_gym.Dataset(sums(num_rows=600), seed=seed, split=split)]
+            for i in range(len(d))
+        }
+        for seed, split in ((0, "train"), (1, "validation"), (0, "validation"))
+    ]
+    trained, held_out, held_out_before = questions
+    assert not trained & held_out
+    assert held_out & held_out_before
 
 
 def test_reverse_with_too_many_words_to_list_is_refused() -> None:
@@ -81,9 +71,7 @@ def test_reasoning_gym_asks_no_question_in_both_splits() -> None:
         reasoning_gym.Dataset(sums(num_rows=600), seed=0, split=split)
         for split in ("train", "validation")
     )
-    asked = Counter(
-        d.prompt(i).answer["question"] for d in (train, validation) for i in range(len(d))
-    )
+    asked = Counter(d.row(i).answer["question"] for d in (train, validation) for i in range(len(d)))
     # Two one-digit numbers, plus or minus: 200 questions, of which 600 draws find nearly all.
     assert 150 < len(asked) <= 200
     assert set(asked.values()) == {1}
@@ -92,10 +80,8 @@ def test_reasoning_gym_asks_no_question_in_both_splits() -> None:
 
 def test_reasoning_gym_question_ends_with_the_instruction() -> None:
     dataset = reasoning_gym.Dataset(sums(instruction="Be brief."), seed=0, split="train")
-    prompt = dataset.prompt(0)
-    assert prompt.messages == [
-        {"role": "user", "content": prompt.answer["question"] + "\n\nBe brief."}
-    ]
+    row = dataset.row(0)
+    assert row.messages == [{"role": "user", "content": row.answer["question"] + "\n\nBe brief."}]
 
 
 @pytest.mark.parametrize(
@@ -123,9 +109,9 @@ def test_answer_pattern_finds_the_last_match(tmp_path: Path) -> None:
         answer_pattern=r"####\s*(\S+)",
         instruction="Say it.",
     )
-    prompt = jsonl.Dataset(config, seed=0, split="train").prompt(0)
-    assert prompt.answer == "1,234"
-    assert prompt.messages == [{"role": "user", "content": "Why?\n\nSay it."}]
+    row = jsonl.Dataset(config, seed=0, split="train").row(0)
+    assert row.answer == "1,234"
+    assert row.messages == [{"role": "user", "content": "Why?\n\nSay it."}]
 
 
 def test_share_of_a_file_is_held_out_without_overlap(tmp_path: Path) -> None:
@@ -136,7 +122,7 @@ def test_share_of_a_file_is_held_out_without_overlap(tmp_path: Path) -> None:
         jsonl.Dataset(config, seed=0, split=split) for split in ("train", "validation")
     )
     questions = Counter(
-        d.prompt(i).messages[0]["content"] for d in (train, validation) for i in range(len(d))
+        d.row(i).messages[0]["content"] for d in (train, validation) for i in range(len(d))
     )
     assert questions == {row["question"]: 1 for row in GSM8K_ROWS}
     assert 20 < len(validation) < 60

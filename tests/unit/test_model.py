@@ -125,7 +125,7 @@ def test_llama_folder_loads_as_llama(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "match"),
     [
-        ({"hidden_size": 20, "num_heads": 4}, r"hidden_size=20 with num_heads=4"),
+        ({"head_dim": 15}, r"multiple of 2"),
         ({"alphabet": "aab"}, r"alphabet='aab'"),
     ],
 )

@@ -213,6 +213,17 @@ def test_plain_line_shows_every_figure() -> None:
     ]
 
 
+@pytest.mark.parametrize(("share", "is_shown"), [(0.5, False), (0.876, True)])
+def test_rejection_of_most_trajectories_is_shown(share: float, is_shown: bool) -> None:
+    watched = Watched()
+    metrics = {"correction/rejected_sequence_fraction": share}
+    watched.screen.update(Snapshot(1, 1, metrics, {}, "training", "0 running"))
+    watched.screen.close()
+    [line] = watched.lines()
+    assert ("  rejected 88 %  " in line) is is_shown
+    assert ("rejected" in line) is is_shown
+
+
 @pytest.mark.parametrize(
     ("seconds_a_step", "shown"),
     [(0.0, [10, 20, 30, 40, 50, 60, 70, 80, 90, 95]), (1.0, [2, 4, 6, 8])],
@@ -275,11 +286,11 @@ def test_text_with_brackets_is_shown_as_it_is() -> None:
     assert watched.lines() == ["[   0.0 s] [bold] is no markup"]
 
 
-def compared(config: Config, *, wall_s: float) -> Summary:
+def compared(config: Config, *, wall_s: float, root: Path = Path("this")) -> Summary:
     """The summary of a run of one step that took so long."""
     return summarize(
         config,
-        folder=RunFolder(Path("runs/this")),
+        folder=RunFolder(root),
         steps=[step_metrics(1, reward=0.5)],
         validations=[],
         wall_s=wall_s,
@@ -289,7 +300,7 @@ def compared(config: Config, *, wall_s: float) -> Summary:
 def test_summary_holds_means_of_what_was_recorded(base: Path) -> None:
     summary = summarize(
         load(base, ["trainer.total_steps=20"]),
-        folder=RunFolder(Path("runs/this")),
+        folder=RunFolder(Path("this")),
         steps=[step_metrics(step, reward=step / 20) for step in range(1, 21)],
         validations=[
             {"policy_version": 0, "reward/mean": 0.1},
@@ -308,7 +319,7 @@ def test_summary_holds_means_of_what_was_recorded(base: Path) -> None:
     assert (summary.staleness_mean, summary.staleness_max) == (0.5, 1.0)
     assert summary.staleness_bound == 1
     assert summary.speedup is None
-    assert "run.compare_to=" in summary.comparison
+    assert "with async.staleness_threshold=0" in summary.comparison
 
 
 def test_run_that_ended_before_its_first_step_has_a_summary(base: Path, tmp_path: Path) -> None:
@@ -372,6 +383,15 @@ def test_speedup_is_the_ratio_of_wall_times_and_names_both_bounds(
     slower = compared(config, wall_s=60.0)
     assert slower.speedup == 0.5
     assert slower.comparison.startswith("0.50× the speed of")
+
+
+def test_a_synchronous_run_in_the_same_folder_is_found(base: Path, synchronous: RunFolder) -> None:
+    beside = synchronous.root.parent / "async"
+    config = load(base, ["trainer.total_steps=1", f"run.dir={beside}"])
+    summary = compared(config, wall_s=15.0, root=beside)
+    assert summary.speedup == 2.0
+    other = load(base, ["trainer.total_steps=1", "trainer.lr=0.5", f"run.dir={beside}"])
+    assert compared(other, wall_s=15.0, root=beside).speedup is None
 
 
 def test_runs_that_differ_in_more_than_asynchrony_are_not_compared(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.config import Algorithm, Config, Overlong
 from asyncrl.environments import RolloutFailed
-from asyncrl.interfaces import Completion, GenerationRequest, Prompt
+from asyncrl.interfaces import Completion, GenerationRequest, Row
 from asyncrl.rollout.advantages import overlong_penalty, with_advantages
 from asyncrl.rollout.prompts import PromptStream, encode
 from asyncrl.rollout.rollouter import Rollouter
@@ -112,7 +112,7 @@ async def test_group_has_rewards_of_its_texts_and_advantages_centred_on_it(
     build: Any, tokenizer: Any
 ) -> None:
     async def answer(request: GenerationRequest) -> Completion:
-        word = tokenizer.decode(request.prompt_tokens.tolist())[:4]
+        word = tokenizer.decode(request.prompt_tokens.tolist()).removesuffix(">")
         right = sample_index(request) == 0
         return completion(tokenizer, word[::-1] if right else "", versions=(3, 4))
 
@@ -126,7 +126,7 @@ async def test_group_has_rewards_of_its_texts_and_advantages_centred_on_it(
     np.testing.assert_allclose(
         [t.advantage for t in group.trajectories], [1.5, -0.5, -0.5, -0.5], rtol=1e-5
     )
-    assert group.trajectories[0].token_versions.tolist() == [3, 4, 4, 4, 4]
+    assert group.trajectories[0].token_versions.tolist() == [3, 4, 4, 4]
     [sample] = rollouter.drain_samples()
     assert sample["prompt"] == sample["completion"][::-1] + ">"
     assert (sample["reward"], sample["first_policy_version"], sample["policy_version"]) == (1, 3, 4)
@@ -190,7 +190,7 @@ async def test_completion_of_unequal_arrays_fails_the_group(build: Any, tokenize
 
 async def test_validation_asks_each_held_out_prompt_once(build: Any, tokenizer: Any) -> None:
     async def answer(request: GenerationRequest) -> Completion:
-        word = tokenizer.decode(request.prompt_tokens.tolist())[:4]
+        word = tokenizer.decode(request.prompt_tokens.tolist()).removesuffix(">")
         return completion(tokenizer, word[::-1], versions=(7, 7))
 
     rollouter, engine, slots = build(answer, "validation.num_prompts=6")
@@ -211,12 +211,35 @@ class Words:
     def __len__(self) -> int:
         return len(self._words)
 
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(index=index, messages=self._words[index % len(self)], answer=None)
+    def row(self, number: int) -> Row:
+        return Row(messages=self._words[number], answer=None)
 
 
-def stream(words: Words, tokenizer: Any, alphabet: str | None = None) -> PromptStream:
-    return PromptStream(words, tokenizer=tokenizer, max_prompt_tokens=4, seed=0, alphabet=alphabet)
+def stream(
+    words: Words, tokenizer: Any, *, alphabet: str | None = None, seed: int = 0
+) -> PromptStream:
+    return PromptStream(
+        words, tokenizer=tokenizer, max_prompt_tokens=4, seed=seed, alphabet=alphabet
+    )
+
+
+def letters(prompts: PromptStream, indices: Iterable[int]) -> str:
+    """The prompts at these indices, when each is one letter."""
+    return "".join(str(prompts.draw(index)[0].messages) for index in indices)
+
+
+def test_each_epoch_has_every_row_once_in_another_order(tokenizer: Any) -> None:
+    prompts = stream(Words(*"abcdefgh"), tokenizer)
+    first, second = letters(prompts, range(8)), letters(prompts, range(8, 16))
+    assert sorted(first) == sorted(second) == list("abcdefgh")
+    assert len({first, second, "abcdefgh"}) == 3
+
+
+def test_prompt_at_an_index_does_not_depend_on_what_was_drawn_before(tokenizer: Any) -> None:
+    words = Words(*"abcdefgh")
+    drawn = letters(stream(words, tokenizer), range(28))
+    assert letters(stream(words, tokenizer), (27, 3, 12)) == drawn[27] + drawn[3] + drawn[12]
+    assert letters(stream(words, tokenizer, seed=1), range(8)) != drawn[:8]
 
 
 def test_prompt_that_is_too_long_is_left_out_by_name(
