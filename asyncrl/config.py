@@ -1,32 +1,30 @@
-"""How a run is described: frozen pydantic models, YAML and `key=value` overrides, cross-checks.
+"""How a run is described: frozen pydantic models, derived sizes, checks of values on each other.
 
 What can be derived is a property here, never a second setting. Plug-in sections (`data`, `reward`,
 `rollout.engine`, `algorithm.loss`, `weights`, `trackers`) keep their own settings; the plug-in's
-`Config` checks them when the configuration is loaded. What only the machine can tell (files,
-devices, memory) is `asyncrl.preflight`.
+`Config` checks them when `asyncrl.config_file` loads the configuration. What only the machine can
+tell (files, devices, memory) is `asyncrl.preflight`.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Mapping, Sequence
+import re
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
 from asyncrl import plugins
-from asyncrl.correction import Correction, parse_shorthand
+from asyncrl.correction import Correction, table_of
 
 
 class ConfigError(ValueError):
@@ -63,14 +61,29 @@ def _defaults_to(name: str) -> BeforeValidator:
     )
 
 
+_MAX_THREADS = 1024
+"""More is a slip of the pen: no machine has as many cores for one process."""
+
+
 class Run(Section):
-    name: str = Field(default="run", pattern=r"^[\w.-]+$")
-    """Letters, digits, '_', '-' and '.'; part of the run folder's name."""
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    name: str = "run"
+    """At most 64 letters, digits, '_', '-' and '.'; part of the run folder's name."""
     dir: Path | None = None
     """Run folder; default `runs/<name>-<time>`."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     compare_to: Path | None = None
     """A finished run's folder; the summary then says how much faster this run was."""
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, value: str) -> str:
+        if not re.fullmatch(r"[\w.-]{1,64}", value) or value in (".", ".."):
+            raise ValueError(
+                "1 to 64 letters, digits, '_', '-' and '.' are legal, and neither '.' nor '..' "
+                "alone; set run.name (the folder is run.dir)"
+            )
+        return value
 
 
 class RandomModel(Section):
@@ -153,7 +166,7 @@ class Rollout(Section):
     engine: Annotated[PluginSection, _defaults_to("builtin")] = PluginSection(type="builtin")
     num_devices: int = Field(default=1, ge=1)
     """Rollout workers, each with one engine on one device."""
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: int = Field(default=1, ge=1, le=_MAX_THREADS)
     """CPU threads of each engine."""
     max_prompt_tokens: int = Field(default=32, ge=1)
     max_response_tokens: int = Field(default=8, ge=1)
@@ -166,7 +179,7 @@ class Trainer(Section):
     total_steps: int = Field(default=100, ge=1)
     num_devices: int = Field(default=1, ge=1)
     """Data-parallel FSDP2 ranks."""
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: int = Field(default=1, ge=1, le=_MAX_THREADS)
     lr: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     weight_decay: float = Field(default=0.0, ge=0)
@@ -197,7 +210,7 @@ class Async(Section):
     @field_validator("rollout_correction", mode="before")
     @classmethod
     def _shorthand(cls, value: Any) -> Any:
-        return parse_shorthand(value) if isinstance(value, str) else value
+        return value if isinstance(value, Correction) else table_of(value)
 
 
 class Validation(Section):
@@ -314,167 +327,21 @@ class Config(Section):
             raise ValueError("\n".join(problems))
         return self
 
-    @model_validator(mode="after")
-    def _plugins_accept_their_settings(self) -> Config:
-        problems = [
-            problem
-            for key, family, section in plugin_sections(self)
-            for problem in _plugin_problems(key, family, section)
-        ]
-        if self.device not in (known := plugins.names("devices")) and "." not in self.device:
-            near = difflib.get_close_matches(self.device, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            problems.append(
-                f"device={self.device} is none of {', '.join(known)} (modules in "
-                f"asyncrl/devices){hint}"
-            )
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
-
-
-def plugin_sections(config: Config) -> list[tuple[str, str, PluginSection]]:
-    """(dotted key, plug-in family, section) of every plug-in section of a configuration."""
-    return [
-        ("data", "datasets", config.data),
-        ("reward", "rewards", config.reward),
-        ("environment", "environments", config.environment),
-        ("rollout.engine", "engines", config.rollout.engine),
-        ("algorithm.loss", "losses", config.algorithm.loss),
-        ("weights", "weights", config.weights),
-        *(
-            (f"trackers.{index}", "trackers", section)
-            for index, section in enumerate(config.trackers)
-        ),
-    ]
-
-
-def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The checked configuration of a YAML file with `key=value` overrides.
-
-    A value given on the command line replaces what the file has at that key; plug-in sections
-    come back with all their settings. Raises ConfigError, one line a problem, for what is wrong.
-    """
-    values = _read(path)
-    for override in overrides:
-        values = _replace(values, override)
-    try:
-        config = Config.model_validate(values)
-        # Once more, with the plug-ins' defaults filled in: what is dumped is what was run.
-        return Config.model_validate(resolved(config))
-    except ValidationError as error:
-        raise ConfigError(_describe(error, Config)) from error
-
-
-def resolved(config: Config) -> dict[str, Any]:
-    """Plain values of every setting, defaults and plug-in settings included; `load` reads them."""
-    values = config.model_dump(mode="json", by_alias=True)
-    for key, family, section in plugin_sections(config):
-        *parents, last = key.split(".")
-        parent: Any = values
-        for part in parents:
-            parent = parent[part]
-        parent[int(last) if last.isdigit() else last] = section.settings(family).model_dump(
-            mode="json", by_alias=True
-        )
-    return values
-
-
-def to_yaml(config: Config) -> str:
-    """`resolved` as YAML text."""
-    import yaml
-
-    return yaml.safe_dump(resolved(config), sort_keys=False)
-
-
-def resolve_config_path(name_or_path: str) -> Path:
-    """The YAML file of a path, or of a name such as `quickstart` or `configs/quickstart.yaml`.
-
-    Names are looked up in the checkout's configs/ and in those that a wheel carries. Raises
-    ConfigError with the names there are.
-    """
-    given = Path(name_or_path)
-    if given.is_file():
-        return given
-    package = Path(__file__).parent
-    folders = [package.parent / "configs", package / "configs"]
-    name = given.name if given.suffix in (".yaml", ".yml") else f"{given.name}.yaml"
-    is_name = given.parent in (Path(), Path("configs"))
-    for folder in folders:
-        if is_name and (folder / name).is_file():
-            return folder / name
-    known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
-    near = difflib.get_close_matches(given.stem, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ";"
-    raise ConfigError(
-        f"no configuration file {name_or_path}{hint} --config takes the path of a YAML file or one "
-        f"of: {', '.join(known)}"
-    )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The values of a YAML file, with interpolations resolved and shorthands expanded."""
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    if not path.is_file():
-        raise ConfigError(f"no configuration file {path}; --config takes the path of a YAML file")
-    try:
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: the top level must be a mapping of sections")
-    section = values.get("async")
-    if isinstance(section, dict) and "rollout_correction" in section:
-        section["rollout_correction"] = _expand(section["rollout_correction"])
-    return {str(key): value for key, value in values.items()}
-
-
-def _replace(values: dict[str, Any], override: str) -> dict[str, Any]:
-    """The values with one `key=value` override applied."""
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    key, has_value, text = override.partition("=")
-    if not has_value or not key.strip():
-        raise ConfigError(f"override {override!r} is not of the form key=value")
-    try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-        assert isinstance(value, dict)
-        tree = OmegaConf.create(values)
-        new = _expand(value["value"]) if key == _CORRECTION_KEY else value["value"]
-        OmegaConf.update(tree, key, new, merge=False)
-        merged = OmegaConf.to_container(tree, resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, IndexError) as error:
-        raise ConfigError(f"override {override!r}: {error}") from error
-    assert isinstance(merged, dict)
-    return {str(name): value for name, value in merged.items()}
-
-
-_CORRECTION_KEY = "async.rollout_correction"
-
-
-def _expand(correction: Any) -> Any:
-    """A correction shorthand as its table, so that overrides of single fields find the table."""
-    try:
-        return parse_shorthand(correction) if isinstance(correction, str) else correction
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
 
 def _batch_problems(config: Config) -> list[str]:
-    trajectories = config.groups_per_step * config.algorithm.group_size
-    if trajectories % config.trainer.num_devices == 0:
+    algorithm, ranks = config.algorithm, config.trainer.num_devices
+    per_group = config.asynchrony.require_batches * algorithm.group_size
+    trajectories = algorithm.mini_batch_groups * per_group
+    if trajectories % ranks == 0:
         return []
+    unit = ranks // math.gcd(ranks, per_group)
+    nearest = max(1, math.floor(algorithm.mini_batch_groups / unit + 0.5)) * unit
     return [
         f"a step's {trajectories} trajectories (algorithm.mini_batch_groups "
-        f"{config.algorithm.mini_batch_groups} x async.require_batches "
-        f"{config.asynchrony.require_batches} x algorithm.group_size "
-        f"{config.algorithm.group_size}) do not divide over trainer.num_devices="
-        f"{config.trainer.num_devices} ranks; change one of them so that they do"
+        f"{algorithm.mini_batch_groups} x async.require_batches "
+        f"{config.asynchrony.require_batches} x algorithm.group_size {algorithm.group_size}) do "
+        f"not divide over trainer.num_devices={ranks} ranks; change one of them so that they do, "
+        f"for example algorithm.mini_batch_groups={nearest}"
     ]
 
 
@@ -510,6 +377,13 @@ def _schedule_problems(config: Config) -> list[str]:
             "algorithm.mini_batch_groups, async.require_batches or "
             "async.trigger_parameter_sync_step"
         )
+    steps = config.asynchrony.trigger_parameter_sync_step
+    if steps > config.trainer.total_steps:
+        problems.append(
+            f"async.trigger_parameter_sync_step={steps} is more than the run's steps "
+            f"(trainer.total_steps={config.trainer.total_steps}), so all rollouts would be "
+            "the initial policy's; set it to at most trainer.total_steps"
+        )
     if config.trainer.warmup_steps > config.trainer.total_steps:
         problems.append(
             f"trainer.warmup_steps={config.trainer.warmup_steps} is longer than the run "
@@ -523,59 +397,3 @@ def _schedule_problems(config: Config) -> list[str]:
             "validation.every_versions=null"
         )
     return problems
-
-
-def _plugin_problems(key: str, family: str, section: PluginSection) -> list[str]:
-    try:
-        section.settings(family)
-    except ValidationError as error:
-        return [_describe(error, plugins.load(family, section.type).Config, key)]
-    except (ValueError, ImportError) as error:
-        return [f"{key}.type={section.type}: {error}"]
-    return []
-
-
-def _describe(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
-    """One line a problem, each naming the dotted key; unknown keys with the nearest legal one."""
-    return "\n".join(_line(problem, model, prefix) for problem in error.errors())
-
-
-def _line(problem: Mapping[str, Any], model: type[BaseModel], prefix: str) -> str:
-    path = [str(part) for part in problem["loc"]]
-    key = ".".join([prefix, *path] if prefix else path)
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {key}{_nearest(path, model)}"
-    if problem["type"] == "missing":
-        return f"{key} is missing; set it in the YAML or with {key}=..."
-    value = problem["input"]
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    is_own_message = problem["type"] == "value_error"
-    if is_own_message and (not path or message.startswith(key)):
-        return message
-    if isinstance(value, str | int | float | bool | list | None):
-        return f"{key}={'null' if value is None else value}: {message}"
-    return f"{key}: {message}"
-
-
-def _nearest(path: Sequence[str], model: type[BaseModel]) -> str:
-    """'; did you mean ...' for an unknown key, from the fields of the section it stands in."""
-    section = model
-    for part in path[:-1]:
-        if part.isdigit():
-            continue
-        fields = {field.alias or name: field for name, field in section.model_fields.items()}
-        inner = _section_in(fields[part].annotation) if part in fields else None
-        if inner is None:
-            return ""
-        section = inner
-    legal = [field.alias or name for name, field in section.model_fields.items()]
-    near = difflib.get_close_matches(path[-1], legal, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; legal: {', '.join(sorted(legal))}"
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section class in an annotation such as `Section | None` or `tuple[Section, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    inner = (_section_in(argument) for argument in get_args(annotation))
-    return next((section for section in inner if section is not None), None)

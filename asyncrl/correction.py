@@ -109,6 +109,22 @@ _GRAMMAR = (
 )
 
 
+def table_of(value: Any) -> dict[str, Any]:
+    """The table that a setting stands for: itself, or what its shorthand says.
+
+    Raises ValueError, without the setting's key, for what is neither.
+    """
+    if isinstance(value, str):
+        return parse_shorthand(value)
+    if isinstance(value, dict):
+        return value
+    raise ValueError(
+        "neither a name nor a table; give 'none' for no correction, a shorthand such as "
+        "sequence_tis_geometric_rs, or a table with the fields "
+        f"{', '.join(Correction.model_fields)}"
+    )
+
+
 def parse_shorthand(text: str) -> dict[str, Any]:
     """The table that a name such as `sequence_tis_geometric_rs` stands for.
 
@@ -125,15 +141,18 @@ def parse_shorthand(text: str) -> dict[str, Any]:
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word == "rs" and level in _REJECTS:
             table["reject"].append(dict(_REJECTS[level]))
-        elif word in _WEIGHTS and level in _WEIGHT_LEVELS and table["weight"] is None:
+        elif word in _WEIGHTS and level in _WEIGHT_LEVELS:
+            if table["weight"] is not None:
+                raise ValueError(
+                    f"only one weight is possible, so {level}_{word} cannot follow the weight that "
+                    f"is already given; {_GRAMMAR}"
+                )
             outside, bounds = _WEIGHTS[word]
             table["weight"] = {"level": level, "outside": outside, "bounds": bounds}
         elif _LEVELS.get(word, word) in _REJECTS and (following == "rs" or following in _WEIGHTS):
             level = _LEVELS.get(word, word)
         else:
-            raise ValueError(
-                f"async.rollout_correction={text}: {word!r} is not understood; {_GRAMMAR}"
-            )
+            raise ValueError(f"{word!r} is not understood; {_GRAMMAR}")
     return table
 
 

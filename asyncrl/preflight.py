@@ -2,10 +2,20 @@
 
 `check` finds all problems and raises once; `describe` says what a configuration amounts to.
 Values that do not fit each other are `asyncrl.config`'s business.
+
+A plug-in module may offer, besides what its family documents,
+
+    requires               ((package, how to install it), ...) that this interpreter must have
+    check(settings)        ValueError when its own settings cannot work on this machine
+    check_fit(config)      ValueError when its section does not fit the rest of the whole
+                           `asyncrl.config.Config`: name both keys and the one to change
+
+called in this order; a plug-in that fails one is not asked the next.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -17,12 +27,15 @@ from typing import Any
 import numpy as np
 
 from asyncrl import plugins
-from asyncrl.config import Config, ConfigError, plugin_sections
+from asyncrl.config import Config, ConfigError
+from asyncrl.config_file import plugin_sections
 from asyncrl.correction import formula
 from asyncrl.observe.run_folder import RunFolder
 from asyncrl.trajectory import FinishReason, PromptGroup, Trajectory, group_num_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
+_VERSIONS_KEPT = 3
+"""The engines' version, the one they load next, and the one that is written."""
 
 
 def check(config: Config) -> None:
@@ -88,15 +101,43 @@ def _model_problems(config: Config) -> Iterator[str]:
         return
     if not path.is_dir():
         yield (
-            f"model.path={path} does not exist; it must be a Hugging Face folder with config.json, "
-            "weights and tokenizer; set model.path"
+            f"model.path={path} {'is a file' if path.exists() else 'does not exist'}; it must be a "
+            "Hugging Face folder with config.json, weights and tokenizer; set model.path"
         )
-    elif not (path / "config.json").is_file():
+        return
+    try:
+        _architecture(path)
+    except ValueError as error:
+        yield f"model.path={path} {error}, so it is no Hugging Face folder; set model.path"
+        return
+    if _model_bytes(config) == 0:
         yield (
-            f"model.path={path} has no config.json, so it is no Hugging Face folder; set model.path"
+            f"model.path={path} holds no *.safetensors weights with anything in them; set "
+            "model.path to a folder with whole ones"
         )
-    elif not any(path.glob("*.safetensors")):
-        yield f"model.path={path} holds no *.safetensors weights; set model.path"
+
+
+def _architecture(folder: Path) -> dict[str, Any]:
+    """The values of a model folder's config.json; ValueError when that describes no model."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError("has no config.json")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"has a config.json that is not JSON ({error})") from error
+    if not isinstance(values, dict) or not (
+        values.get("architectures") or values.get("model_type")
+    ):
+        raise ValueError("has a config.json that names neither architectures nor model_type")
+    return values
+
+
+def _model_bytes(config: Config) -> int:
+    """Bytes of the weight files of model.path; 0 for a random model, which is small."""
+    path = config.model.path
+    files = path.glob("*.safetensors") if path else ()
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _plugin_problems(config: Config) -> Iterator[str]:
@@ -105,14 +146,21 @@ def _plugin_problems(config: Config) -> Iterator[str]:
         missing = list(_missing_packages(module))
         for package, how in missing:
             yield f"{key}.type={section.type} needs the package {package}; install it with: {how}"
-        if missing or not hasattr(module, "check"):
-            continue
-        try:
-            module.check(section.settings(family))
-        except ValueError as error:
-            yield _with_key(key, str(error), settings=section.settings(family))
+        if not missing:
+            yield from _refusals(config, module, key=key, settings=section.settings(family))
     for package, how in _missing_packages(plugins.load("devices", config.device)):
         yield f"device={config.device} needs the package {package}; install it with: {how}"
+
+
+def _refusals(config: Config, module: ModuleType, *, key: str, settings: Any) -> Iterator[str]:
+    """What a plug-in itself has against its settings; else what against the rest."""
+    try:
+        if hasattr(module, "check"):
+            module.check(settings)
+        if hasattr(module, "check_fit"):
+            module.check_fit(config)
+    except ValueError as error:
+        yield _with_key(key, str(error), settings=settings)
 
 
 def _with_key(key: str, message: str, *, settings: Any) -> str:
@@ -147,7 +195,7 @@ def _contexts(config: Config) -> Iterator[tuple[int, str]]:
     if config.model.random is not None:
         yield config.model.random.max_positions, "model.random.max_positions"
     elif config.model.path is not None:
-        limit = _max_position_embeddings(config.model.path / "config.json")
+        limit = _max_position_embeddings(config.model.path)
         if limit is not None:
             yield limit, f"max_position_embeddings of {config.model.path / 'config.json'}"
     engine = config.rollout.engine.settings("engines").model_dump()
@@ -155,16 +203,13 @@ def _contexts(config: Config) -> Iterator[tuple[int, str]]:
         yield engine["max_model_len"], "rollout.engine.max_model_len"
 
 
-def _max_position_embeddings(path: Path) -> int | None:
+def _max_position_embeddings(folder: Path) -> int | None:
     """The model's context, from its config.json or that of its text part; None when it has none."""
-    if not path.is_file():
-        return None
-    try:
-        values: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}); set model.path") from error
-    limit = {**values, **values.get("text_config", {})}.get("max_position_embeddings")
-    return None if limit is None else int(limit)
+    with contextlib.suppress(ValueError):  # reported as the model's problem
+        values = _architecture(folder)
+        limit = {**values, **(values.get("text_config") or {})}.get("max_position_embeddings")
+        return None if limit is None else int(limit)
+    return None
 
 
 def _device_problems(config: Config) -> Iterator[str]:
@@ -202,12 +247,21 @@ def _memory_problems(config: Config) -> Iterator[str]:
             f"{config.rollout.max_response_tokens}); set buffer.capacity_bytes >= "
             f"{group * config.num_slots}"
         )
+    weights = _weights_bytes(config)
     free = shutil.disk_usage(SHARED_MEMORY).free
-    if capacity > free:
+    if capacity + weights > free:
         yield (
-            f"buffer.capacity_bytes={capacity} is more than the {free} bytes free in "
-            f"{SHARED_MEMORY}; lower it, or give the machine more shared memory"
+            f"buffer.capacity_bytes={capacity} and {weights} bytes of published weights "
+            f"({_VERSIONS_KEPT} versions of {_model_bytes(config)} bytes) are more than the {free} "
+            f"bytes free in {SHARED_MEMORY}; lower buffer.capacity_bytes, take a smaller "
+            "model, or give the machine more shared memory"
         )
+
+
+def _weights_bytes(config: Config) -> int:
+    """Bytes of shared memory for the weights that are published and not yet discarded."""
+    is_shared = config.weights.type == "shared_memory"
+    return _VERSIONS_KEPT * _model_bytes(config) if is_shared else 0
 
 
 def _folder_problems(config: Config) -> Iterator[str]:

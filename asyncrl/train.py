@@ -11,30 +11,68 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from asyncrl import config as configuration
-from asyncrl import preflight
+from asyncrl import config_file, preflight
 from asyncrl.config import Config, ConfigError
+
+_DESCRIPTION = """\
+Trains a language model by reinforcement learning, generating and training at the same time."""
+_EPILOG = """\
+examples:
+  python -m asyncrl.train
+  python -m asyncrl.train --config quickstart trainer.total_steps=50 async.staleness_threshold=0.5
+  python -m asyncrl.train --config my.yaml data.type=jsonl data.path=rows.jsonl --dry-run
+
+exit codes:
+  0    done
+  1    the run failed; the run folder says why
+  2    the configuration cannot run; nothing was started
+  130  interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m asyncrl.train", description=__doc__)
-    parser.add_argument("--config", default="quickstart", help="YAML file, or a shipped name")
-    parser.add_argument("--dry-run", action="store_true", help="check, print, start nothing")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     try:
-        path = configuration.resolve_config_path(arguments.config)
-        config = configuration.load(path, arguments.overrides)
+        path = config_file.resolve_config_path(arguments.config)
+        config = config_file.load(path, arguments.overrides)
         preflight.check(config)
     except ConfigError as error:
         print(f"asyncrl: the configuration cannot run\n{error}", file=sys.stderr)
         return 2
     if arguments.dry_run:
-        print(configuration.to_yaml(config))
+        print(config_file.to_yaml(config))
         print(preflight.describe(config))
         return 0
     return run(config)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m asyncrl.train",
+        usage="%(prog)s [--config FILE] [--dry-run] [key=value ...]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="a setting that replaces the file's, by its dotted key",
+    )
+    parser.add_argument(
+        "--config",
+        default="quickstart",
+        metavar="FILE",
+        help="a YAML file, or one of these that come along: "
+        f"{', '.join(config_file.shipped_names())} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, print the whole configuration and its sizes, start nothing",
+    )
+    return parser
 
 
 def run(config: Config) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import config as configuration
+from asyncrl import config_file
 from asyncrl.config import Config
 
 
@@ -30,7 +30,7 @@ def tiny_config(tmp_path: Path) -> Callable[..., Config]:
             "validation.num_prompts=0",
             f"run.dir={tmp_path / 'run'}",
         ]
-        path = configuration.resolve_config_path("quickstart")
-        return configuration.load(path, [*small, *overrides])
+        path = config_file.resolve_config_path("quickstart")
+        return config_file.load(path, [*small, *overrides])
 
     return build

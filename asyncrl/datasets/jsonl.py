@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from asyncrl.interfaces import Row
 
 _log = logging.getLogger(__name__)
 _MAX_NAMED = 3
+_NUM_PROBED = 10
 Pair = tuple[str, str]
 
 
@@ -48,14 +50,46 @@ class Config(BaseModel, frozen=True, extra="forbid"):
 
 
 def check(config: Config) -> None:
-    """ValueError that names the setting whose file is missing."""
+    """ValueError that names the setting whose file is missing or does not begin with such rows."""
     for key in ("path", "validation_path"):
         path = getattr(config, key)
-        if path is not None and not path.is_file():
-            raise ValueError(
-                f"data.{key}={path}: no such file (current folder {Path.cwd()}); set data.{key} to "
-                "a JSON Lines file"
-            )
+        if path is not None:
+            _check_file(config, path, key=f"data.{key}")
+
+
+def _check_file(config: Config, path: Path, *, key: str) -> None:
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else f"no such file (current folder {Path.cwd()})"
+        raise ValueError(f"{key}={path}: {what}; set {key} to a JSON Lines file")
+    try:
+        with path.open("rb") as lines:
+            numbered = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
+            first = list(islice(numbered, _NUM_PROBED))
+    except OSError as error:
+        raise ValueError(f"{key}={path}: cannot be read ({error}); set {key}") from error
+    if not first:
+        raise ValueError(f"{key}={path}: the file is empty; set {key} to a file with rows")
+    problems = [(number, _problem(config, line)) for number, line in first]
+    if all(problem for _, problem in problems):  # a bad row among good ones is left out
+        number, problem = problems[0]
+        raise ValueError(
+            f"{key}={path}: line {number}: {problem}; rows are JSON objects, one a line, with text "
+            f"in the fields that data.question_field={config.question_field!r} and "
+            f"data.answer_field={config.answer_field!r} name"
+        )
+
+
+def _problem(config: Config, line: bytes) -> str:
+    """Why a line is no row; empty when it is one."""
+    try:
+        _fields(config, line.decode())
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 ({error})"
+    except json.JSONDecodeError as error:
+        return f"not JSON ({error})"
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _read(config: Config, path: Path) -> list[Pair]:
@@ -79,19 +113,25 @@ def _read(config: Config, path: Path) -> list[Pair]:
 
 
 def _parse(config: Config, line: str) -> Pair:
+    """Question and answer; ValueError for a line without them."""
+    question, answer = _fields(config, line)
+    if config.answer_pattern is not None:
+        found = re.findall(config.answer_pattern, answer)
+        if not found:
+            raise ValueError(f"data.answer_pattern={config.answer_pattern!r} is not in the answer")
+        answer = found[-1]
+    return question, answer.strip()
+
+
+def _fields(config: Config, line: str) -> Pair:
+    """The texts of the question field and the answer field."""
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError(f"a JSON object is needed, not {type(row).__name__}")
     for field in (config.question_field, config.answer_field):
         if not isinstance(row.get(field), str | int | float) or not str(row[field]).strip():
             raise ValueError(f"no text in field {field!r} (has {sorted(row)})")
-    answer = str(row[config.answer_field])
-    if config.answer_pattern is not None:
-        found = re.findall(config.answer_pattern, answer)
-        if not found:
-            raise ValueError(f"data.answer_pattern={config.answer_pattern!r} is not in the answer")
-        answer = found[-1]
-    return str(row[config.question_field]), answer.strip()
+    return str(row[config.question_field]), str(row[config.answer_field])
 
 
 def _split(config: Config, *, split: Split) -> list[Pair]:

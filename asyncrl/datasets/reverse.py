@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from asyncrl.config import Config as RunConfig
 from asyncrl.datasets import Split, is_in_split
 from asyncrl.interfaces import Row
 
@@ -44,6 +45,30 @@ def check(config: Config) -> None:
                 f"data.alphabet={config.alphabet!r}, data.length={config.length} and "
                 f"data.validation_share={config.validation_share} leave no {split} row; raise "
                 "data.length or change data.validation_share"
+            )
+
+
+def check_fit(config: RunConfig) -> None:
+    """ValueError for words that a random model cannot read, or the rollout's lengths cut off."""
+    settings, random = config.data.settings("datasets"), config.model.random
+    if random is None:  # a tokenizer that is not a letter a token
+        return
+    needed = [letter for letter in f"{settings.alphabet}>" if letter not in random.alphabet]
+    if needed:
+        raise ValueError(
+            f"data.alphabet={settings.alphabet!r} and the '>' that ends a prompt: "
+            f"model.random.alphabet={random.alphabet!r} lacks {''.join(needed)!r}; add that to "
+            "model.random.alphabet"
+        )
+    rollout = config.rollout
+    for key, length, limit in (
+        ("max_prompt_tokens", settings.length + 1, rollout.max_prompt_tokens),
+        ("max_response_tokens", settings.length, rollout.max_response_tokens),
+    ):
+        if length > limit:
+            raise ValueError(
+                f"data.length={settings.length} needs {length} tokens, rollout.{key}={limit}; set "
+                f"rollout.{key} >= {length} or shorten data.length"
             )
 
 

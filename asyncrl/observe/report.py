@@ -15,7 +15,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import Config, resolved
+from asyncrl.config import Config
+from asyncrl.config_file import resolved
 from asyncrl.observe.run_folder import RunFolder
 
 

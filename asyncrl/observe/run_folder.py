@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config import Config, ConfigError, to_yaml
+from asyncrl.config import Config, ConfigError
+from asyncrl.config_file import to_yaml
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from asyncrl.config import Config as RunConfig
 from asyncrl.interfaces import Prompt
 
 requires = (("reasoning_gym", "pip install 'asyncrl[data]'"),)
@@ -20,6 +21,15 @@ class Config(BaseModel, frozen=True, extra="forbid"):
     """No settings: the prompt says of which task it is."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
+
+
+def check_fit(config: RunConfig) -> None:
+    """ValueError for prompts that are not of a reasoning-gym task."""
+    if config.data.type != "reasoning_gym":
+        raise ValueError(
+            f"reward.type=reasoning_gym scores only answers to data.type=reasoning_gym, not to "
+            f"data.type={config.data.type}; change one of them"
+        )
 
 
 def extract_answer(completion: str) -> str:

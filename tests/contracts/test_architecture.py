@@ -20,6 +20,7 @@ VENDORS = {"vllm", "torch_npu", "math_verify", "reasoning_gym", "wandb"}
 ALONE = {
     "asyncrl.trajectory",
     "asyncrl.config",
+    "asyncrl.config_file",
     "asyncrl.correction",
     "asyncrl.plugins",
     "asyncrl.interfaces",
@@ -234,7 +235,7 @@ def test_what_the_rules_allow_is_no_breach(tmp_path: Path, file: str, source: st
 
 def test_importing_the_configuration_brings_in_nothing_heavy() -> None:
     code = (
-        "import sys, asyncrl.config, asyncrl.correction, asyncrl.trajectory, asyncrl.preflight\n"
+        "import sys, asyncrl.config_file, asyncrl.trajectory, asyncrl.preflight, asyncrl.train\n"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
     )
     answer = subprocess.run(

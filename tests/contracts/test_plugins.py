@@ -101,8 +101,9 @@ def test_what_preflight_asks_has_the_agreed_form(family: str, name: str) -> None
     for package, how in getattr(module, "requires", ()):
         assert package.isidentifier()
         assert "pip install" in how
-    if hasattr(module, "check"):
-        assert len(inspect.signature(module.check).parameters) == 1
+    for hook in ("check", "check_fit"):
+        if hasattr(module, hook):
+            assert len(inspect.signature(getattr(module, hook)).parameters) == 1
 
 
 @pytest.mark.parametrize("family", plugins.FAMILIES)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl import config as configuration
-from asyncrl import preflight
-from asyncrl.config import Config, ConfigError, load, resolve_config_path, resolved
+from asyncrl import config_file, preflight, train
+from asyncrl.config import Config, ConfigError
+from asyncrl.config_file import load, resolve_config_path, resolved
 
 MINE = "plugin_of_mine.any_family"
-SHIPPED = sorted((Path(configuration.__file__).parent.parent / "configs").glob("*.yaml"))
+SHIPPED = sorted((Path(config_file.__file__).parent.parent / "configs").glob("*.yaml"))
 
 
 @pytest.fixture
@@ -190,6 +190,9 @@ def test_batch_that_does_not_divide_over_ranks_is_refused(base: Path) -> None:
     message = problem(base, "trainer.num_devices=3")
     assert "a step's 16 trajectories" in message
     assert "do not divide over trainer.num_devices=3 ranks" in message
+    assert message.endswith("for example algorithm.mini_batch_groups=3")
+    assert load(base, ["trainer.num_devices=3", "algorithm.mini_batch_groups=3"])
+    assert problem(base, "trainer.num_devices=32").endswith("algorithm.mini_batch_groups=8")
     assert load(base, ["trainer.num_devices=8"]).trainer.num_devices == 8
 
 
@@ -218,7 +221,8 @@ def test_repeated_validation_of_no_prompts_is_refused(base: Path) -> None:
 
 def test_no_model_and_two_models_are_refused(base: Path) -> None:
     assert "set exactly one of model.path" in problem(base, "model={}")
-    assert "set exactly one of model.path" in problem(base, "model.path=some/folder")
+    both = ["model.path=some/folder", "model.random.num_layers=1"]
+    assert "set exactly one of model.path" in problem(base, *both)
 
 
 @pytest.mark.parametrize("value", ["-0.5", ".inf", ".nan", "many"])
@@ -226,9 +230,73 @@ def test_threshold_that_is_no_finite_number_from_0_is_refused(base: Path, value:
     assert "async.staleness_threshold=" in problem(base, f"async.staleness_threshold={value}")
 
 
-@pytest.mark.parametrize("name", ["a/b", "", "../x"])
+@pytest.mark.parametrize("name", ["a/b", "", "../x", "..", ".", "x" * 65])
 def test_run_name_that_is_no_folder_name_is_refused(base: Path, name: str) -> None:
-    assert "run.name" in problem(base, f"run.name='{name}'")
+    message = problem(base, f"run.name='{name}'")
+    assert message.startswith(f"run.name={name}: 1 to 64 letters, digits, '_', '-' and '.'")
+
+
+def test_number_is_a_run_name(base: Path) -> None:
+    assert load(base, ["run.name=5"]).run.name == "5"
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seed_outside_32_bits_is_refused(base: Path, seed: int) -> None:
+    assert f"run.seed={seed}: " in problem(base, f"run.seed={seed}")
+    assert load(base, [f"run.seed={2**32 - 1}"]).run.seed == 2**32 - 1
+
+
+@pytest.mark.parametrize("key", ["rollout.num_threads", "trainer.num_threads"])
+def test_more_threads_than_any_machine_has_are_refused(base: Path, key: str) -> None:
+    assert f"{key}=1025: " in problem(base, f"{key}=1025")
+    assert load(base, [f"{key}=1024"])
+
+
+def test_more_steps_a_version_than_the_run_has_are_refused(base: Path) -> None:
+    message = problem(base, "async.trigger_parameter_sync_step=6", "trainer.total_steps=5")
+    assert message.startswith("async.trigger_parameter_sync_step=6 is more than the run's steps")
+    assert "(trainer.total_steps=5)" in message
+    assert load(base, ["async.trigger_parameter_sync_step=5", "trainer.total_steps=5"])
+
+
+def test_run_without_trackers_is_legal(base: Path) -> None:
+    assert load(base, ["trackers=[]"]).trackers == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "keys"),
+    [
+        ("algorithm=null", "group_size, mini_batch_groups, advantage, loss, kl, overlong"),
+        ("algorithm.kl=3", "coefficient, estimator"),
+        ("algorithm.loss=clipped", "type, and those of the plug-in that it names"),
+    ],
+)
+def test_value_in_place_of_a_section_is_answered_with_its_keys(
+    base: Path, override: str, keys: str
+) -> None:
+    assert (
+        problem(base, override) == f"{override}: a section is needed, not a value; its keys: {keys}"
+    )
+
+
+def test_plugin_exchanged_by_an_override_loses_only_the_files_settings(base: Path) -> None:
+    values = yaml.safe_load(base.read_text())
+    values["data"] = {"type": "reverse", "alphabet": "abc", "length": 5}
+    values["rollout"]["engine"] = {"num_slots": 7}
+    base.write_text(yaml.safe_dump(values))
+    values = resolved(load(base, ["data.path=some/file", f"data.type={MINE}"]))
+    assert (values["data"]["path"], values["data"]["num_letters"]) == ("some/file", 4)
+    assert resolved(load(base, ["data.type=reverse"]))["data"]["length"] == 5
+    engine = resolved(load(base, ["rollout.engine.type=builtin"]))["rollout"]["engine"]
+    assert engine["num_slots"] == 7
+    assert load(base, [f"rollout.engine.type={MINE}"]).rollout.engine.type == MINE
+    message = problem(base, f"data.type={MINE}", "data.length=3")
+    assert message.startswith("unknown key data.length; ")
+
+
+def test_model_path_as_an_override_replaces_the_files_random_model(base: Path) -> None:
+    model = load(base, ["model.path=some/folder"]).model
+    assert (model.path, model.random) == (Path("some/folder"), None)
 
 
 def test_missing_section_names_the_key_to_set(tmp_path: Path) -> None:
@@ -264,7 +332,14 @@ def test_broken_yaml_and_missing_file_are_configuration_errors(base: Path) -> No
 
 
 def test_override_with_broken_yaml_is_a_configuration_error(base: Path) -> None:
-    assert "override 'trainer.lr=['" in problem(base, "trainer.lr=[")
+    message = problem(base, "trainer.lr=[1")
+    assert message.startswith("override 'trainer.lr=[1': the value is not YAML (")
+    assert len(message.splitlines()) == 1
+
+
+def test_override_that_refers_to_nothing_is_a_configuration_error(base: Path) -> None:
+    message = problem(base, "trainer.lr=${nothing}")
+    assert message == "override 'trainer.lr=${nothing}': Interpolation key 'nothing' not found"
 
 
 def test_shorthand_on_the_command_line_becomes_the_table(base: Path) -> None:
@@ -307,8 +382,15 @@ def test_field_overrides_apply_on_top_of_a_shorthand(base: Path) -> None:
 
 def test_shorthand_that_is_not_understood_is_answered_with_the_grammar(base: Path) -> None:
     message = problem(base, "async.rollout_correction=sequence_foo")
-    assert "async.rollout_correction=sequence_foo" in message
+    assert message.startswith("async.rollout_correction=sequence_foo: ")
+    assert message.count("async.rollout_correction") == 1
     assert "such as sequence_tis_geometric_rs" in message
+
+
+@pytest.mark.parametrize("value", ["null", "[]", "3"])
+def test_correction_that_is_no_name_and_no_table_is_refused(base: Path, value: str) -> None:
+    message = problem(base, f"async.rollout_correction={value}")
+    assert message.startswith(f"async.rollout_correction={value}: neither a name nor a table; ")
 
 
 def test_bypass_with_a_weight_counts_a_ratio_twice_and_is_refused(base: Path) -> None:
@@ -328,7 +410,7 @@ def test_resolved_configuration_loads_again_to_the_equal_one(base: Path, tmp_pat
         ],
     )
     path = tmp_path / "again.yaml"
-    path.write_text(configuration.to_yaml(config))
+    path.write_text(config_file.to_yaml(config))
     again = load(path)
     assert again == config
     assert resolved(again) == resolved(config)
@@ -364,7 +446,7 @@ def test_config_is_found_by_name_in_checkout_and_wheel(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    monkeypatch.setattr(configuration, "__file__", str(package / "config.py"))
+    monkeypatch.setattr(config_file, "__file__", str(package / "config.py"))
     assert resolve_config_path(name) == folder / "quickstart.yaml"
 
 
@@ -373,7 +455,7 @@ def test_config_that_is_nowhere_is_answered_with_the_names_there_are(
 ) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.yaml").write_text("")
-    monkeypatch.setattr(configuration, "__file__", str(tmp_path / "asyncrl" / "config.py"))
+    monkeypatch.setattr(config_file, "__file__", str(tmp_path / "asyncrl" / "config.py"))
     with pytest.raises(ConfigError, match="quickstrt; did you mean quickstart") as error:
         resolve_config_path("quickstrt")
     assert "one of: quickstart" in str(error.value)
@@ -396,3 +478,35 @@ def test_shipped_configuration_loads_and_is_described(path: Path) -> None:
 
 def test_quickstart_is_shipped() -> None:
     assert "quickstart" in [path.stem for path in SHIPPED]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.type=jsonl", "data.path=no/such/file"],
+        ["model.path=no/such/folder"],
+        ["async.rollout_correction=null"],
+        ["trainer.lr=[1"],
+        ["run.name=a/b"],
+        ["algorithm=null"],
+        ["data.alphabet=xyz"],
+        ["reward.type=reasoning_gym"],
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_command_line_answers_what_cannot_run_with_one_line_and_code_2(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["--config", "quickstart", *overrides]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    headline, message = output.err.splitlines()
+    assert headline == "asyncrl: the configuration cannot run"
+    assert overrides[-1].split("=")[0] in message
+
+
+def test_help_names_the_shipped_configurations(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    words = capsys.readouterr().out.replace(",", "").split()
+    assert {path.stem for path in SHIPPED} <= set(words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from asyncrl.correction import Correction, Reject, Weight, formula, parse_shorthand
+from asyncrl.correction import Correction, Reject, Weight, formula, parse_shorthand, table_of
 
 GEOMETRIC_RS = Reject(statistic="k1", aggregate="mean", bounds=(0.999, 1.001))
 SEQUENCE_TIS = Weight(level="sequence", bounds=(None, 2.0), outside="truncate")
@@ -51,11 +51,23 @@ def test_shorthand_stands_for_the_table(name: str, expected: Correction) -> None
 
 @pytest.mark.parametrize(
     "name",
-    ["", "tis", "sequence", "sequence_tis_token_tis", "k3_tis", "sequence_tis_geometric", "a_rs"],
+    ["", "tis", "sequence", "k3_tis", "sequence_tis_geometric", "a_rs"],
 )
 def test_other_names_are_refused_with_the_grammar(name: str) -> None:
     with pytest.raises(ValueError, match="is not understood; a shorthand is"):
         parse_shorthand(name)
+
+
+@pytest.mark.parametrize("name", ["sequence_tis_token_icepop", "token_tis_is"])
+def test_second_weight_in_a_shorthand_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="only one weight is possible, so token_"):
+        parse_shorthand(name)
+
+
+@pytest.mark.parametrize("value", [None, [], 3])
+def test_neither_shorthand_nor_table_is_answered_with_both(value: object) -> None:
+    with pytest.raises(ValueError, match="'none' for no correction, a shorthand such as .* table"):
+        table_of(value)
 
 
 @pytest.mark.parametrize(

@@ -153,9 +153,39 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_file_without_a_good_row_is_an_error(tmp_path: Path) -> None:
-    config = jsonl.Config(path=write_rows(tmp_path / "rows.jsonl", [{"text": "hello"}]))
+    path = write_rows(tmp_path / "rows.jsonl", [{"question": "1?", "answer": "one"}])
     with pytest.raises(ValueError, match=r"no train row.*data\.question_field"):
-        jsonl.Dataset(config, seed=0, split="train")
+        jsonl.Dataset(jsonl.Config(path=path, answer_pattern="#(.+)"), seed=0, split="train")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file is empty"),
+        (b" \n\n", "the file is empty"),
+        (b"\xff\xfe{}\n", r"line 1: not UTF-8 \("),
+        (b"\nPAR1\n", r"line 2: not JSON \("),
+        (b"[1]\n", "line 1: a JSON object is needed, not list"),
+        (
+            b'{"text": "hello", "answer": "1"}\n',
+            r"no text in field 'question' \(has \['answer', 'text'\]\).*data\.question_field='qu",
+        ),
+    ],
+)
+def test_file_that_does_not_begin_with_rows_is_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"data\.path=.*rows\.jsonl: .*{message}"):
+        jsonl.check(jsonl.Config(path=path))
+    path.write_bytes(content + b'{"question": "1?", "answer": "1"}\n')
+    jsonl.check(jsonl.Config(path=path))
+
+
+def test_folder_is_no_file_of_rows(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.path=.*: a folder; set data\.path"):
+        jsonl.check(jsonl.Config(path=tmp_path))
 
 
 def test_missing_file_is_named_with_its_setting(tmp_path: Path) -> None:

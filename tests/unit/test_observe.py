@@ -11,7 +11,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from asyncrl.config import Config, ConfigError, load
+from asyncrl.config import Config, ConfigError
+from asyncrl.config_file import load
 from asyncrl.observe.live import Screen, Snapshot
 from asyncrl.observe.metrics import REQUIRED, open_trackers, read_metrics
 from asyncrl.observe.report import Summary, summarize

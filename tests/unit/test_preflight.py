@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
 from asyncrl import preflight
-from asyncrl.config import Config, ConfigError, load
+from asyncrl.config import Config, ConfigError
+from asyncrl.config_file import load
 from asyncrl.observe.run_folder import RunFolder
 
 MINE = "plugin_of_mine.any_family"
@@ -41,8 +43,8 @@ def problem(config: Config) -> str:
 def model_folder(path: Path, config: dict[str, object]) -> Path:
     """A folder that looks like a Hugging Face model."""
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "model.safetensors").write_bytes(b"")
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    (path / "model.safetensors").write_bytes(b"weights")
     return path
 
 
@@ -61,10 +63,15 @@ def test_folder_without_config_or_weights_is_no_model(base: Path, tmp_path: Path
     path.mkdir()
     config = load(base, [f"model={{path: {path}}}"])
     assert "has no config.json" in problem(config)
-    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"weights")
+    for text, reason in (("{", "is not JSON"), ("{}", "names neither"), ("[]", "names neither")):
+        (path / "config.json").write_text(text)
+        assert reason in problem(config)
+    (path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    preflight.check(config)
+    (path / "model.safetensors").write_bytes(b"")
     assert "holds no *.safetensors" in problem(config)
-    (path / "config.json").write_text("{")
-    assert "is not JSON" in problem(config)
+    assert "is a file" in problem(load(base, [f"model={{path: {path / 'config.json'}}}"]))
 
 
 def test_missing_data_path_is_named_with_its_key(base: Path, tmp_path: Path) -> None:
@@ -154,8 +161,36 @@ def test_group_larger_than_the_buffer_is_refused(base: Path) -> None:
 
 def test_buffer_larger_than_the_shared_memory_is_refused(base: Path) -> None:
     message = problem(load(base, [f"buffer.capacity_bytes={1 << 50}"]))
-    assert f"buffer.capacity_bytes={1 << 50} is more than the" in message
+    assert f"buffer.capacity_bytes={1 << 50} and 0 bytes of published weights" in message
     assert "/dev/shm" in message
+
+
+def test_weights_count_as_shared_memory_beside_the_buffer(base: Path, tmp_path: Path) -> None:
+    path = model_folder(tmp_path / "model", {})
+    os.truncate(path / "model.safetensors", 1 << 42)
+    message = problem(load(base, [f"model.path={path}"]))
+    assert f"buffer.capacity_bytes={64 << 20} and {3 << 42} bytes of published" in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.random.alphabet=abch>"], "lacks 'defg'; add that to model.random.alphabet"),
+        (["model.random.alphabet=abcdefgh"], "lacks '>'; add that to model.random.alphabet"),
+        (["rollout.max_prompt_tokens=4"], "needs 5 tokens, rollout.max_prompt_tokens=4"),
+        (["rollout.max_response_tokens=3"], "needs 4 tokens, rollout.max_response_tokens=3"),
+        (["reward.type=reasoning_gym"], "not to data.type=reverse; change one of them"),
+    ],
+)
+def test_sections_that_do_not_fit_each_other_are_refused(
+    base: Path, overrides: list[str], message: str
+) -> None:
+    fits = ["data.type=reverse", "rollout.max_prompt_tokens=5", "rollout.max_response_tokens=4"]
+    preflight.check(load(base, fits))
+    answer = problem(load(base, [*fits, *overrides]))
+    assert message in answer
+    assert len(answer.splitlines()) == 1
 
 
 def test_folder_of_another_run_is_refused(base: Path, tmp_path: Path) -> None:

@@ -68,9 +68,9 @@ class ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from asyncrl import config as configuration
+    from asyncrl import config_file
 
-    config = configuration.load(configuration.resolve_config_path("quickstart"))
+    config = config_file.load(config_file.resolve_config_path("quickstart"))
     return prepare_model_folder(config.model, tmp_path_factory.mktemp("model"), seed=0)
 
 

@@ -13,7 +13,8 @@ import yaml
 from safetensors.torch import load_file
 
 from asyncrl import smollm2
-from asyncrl.config import Model, resolve_config_path
+from asyncrl.config import Model
+from asyncrl.config_file import resolve_config_path
 from asyncrl.trainer.model import prepare_model_folder
 
 Convert = Callable[..., None]
