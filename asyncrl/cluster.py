@@ -175,6 +175,15 @@ class Cluster:
 
     def __init__(self, config: Config, *, model_folder: Path, buffer_name: str, run_dir: Path):
         self._config = config
+        self._places = {
+            "model_folder": model_folder,
+            "buffer_name": buffer_name,
+            "run_dir": run_dir,
+        }
+
+    def start(self) -> None:
+        """Starts or joins Ray and creates the actors; nothing is loaded yet."""
+        config = self._config
         # Without these Ray spends seconds on a dashboard and writes to the user's screen.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         local: dict[str, Any] = {}
@@ -191,10 +200,9 @@ class Cluster:
             logging_level=logging.ERROR,
             **local,
         )
-        places = {"model_folder": model_folder, "buffer_name": buffer_name, "run_dir": run_dir}
-        self.trainer = RayTrainerGroup(config, **places)  # type: ignore[arg-type]
+        self.trainer = RayTrainerGroup(config, **self._places)  # type: ignore[arg-type]
         self.workers = [
-            RayRolloutWorker(config, index=index, **places)  # type: ignore[arg-type]
+            RayRolloutWorker(config, index=index, **self._places)  # type: ignore[arg-type]
             for index in range(config.rollout.num_devices)
         ]
 

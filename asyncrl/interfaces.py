@@ -147,7 +147,7 @@ class RolloutWorker(Protocol):
         """Completions and rewards of validation prompts under the engine's current version."""
 
     async def stats(self) -> dict[str, float]:
-        """The engine's counters, and num_groups in flight here."""
+        """The engine's counters."""
 
     async def drain_samples(self) -> list[dict[str, Any]]:
         """Sample completions since the last call."""

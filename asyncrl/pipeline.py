@@ -13,10 +13,9 @@ out.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from asyncrl.buffer import TrajectoryBuffer
 from asyncrl.config import Config
+from asyncrl.deadline import DeadlineExceeded, within
 from asyncrl.errors import first_error
 from asyncrl.interfaces import RolloutWorker, StepReport, Tracker, TrainerGroup
 from asyncrl.observe.live import Screen, Snapshot
@@ -101,15 +101,7 @@ class Pipeline:
         self._num_tokens_before = sum(s["num_generated_tokens"] for s in await self._stats())
         self._screen.phase("rollouts and training start")
         started = time.monotonic()
-        try:
-            async with self._rollouts(), asyncio.TaskGroup() as loops:
-                loops.create_task(self._publish())
-                loops.create_task(self._report(started))
-                loops.create_task(self._validate_meanwhile())
-                loops.create_task(self._train())
-            self.record.wall_s = time.monotonic() - started
-        except* Exception as group:
-            raise first_error(group) from group
+        await self._loops(started)
         await self._validate(version=self._config.num_versions)
         return self.record
 
@@ -125,38 +117,34 @@ class Pipeline:
             "the engines and trainer ranks to load the model (deadlines.start_s)",
         )
 
-    @contextlib.asynccontextmanager
-    async def _rollouts(self) -> AsyncIterator[None]:
-        """Rollout loops run while the body runs; the failure of one interrupts the body."""
-        body = asyncio.current_task()
-        assert body is not None
-        failures: list[BaseException] = []
-
-        def on_end(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                failures.append(error)
-                body.cancel()
-
-        tasks = [asyncio.ensure_future(worker.run()) for worker in self._workers]
-        for task in tasks:
-            task.add_done_callback(on_end)
+    async def _loops(self, started: float) -> None:
+        """All loops until the last version is loaded; rollouts end with the others."""
+        rollouts = [asyncio.ensure_future(worker.run()) for worker in self._workers]
         try:
-            yield
-        except asyncio.CancelledError:
-            if not failures:
-                raise
-            body.uncancel()
-            raise RunFailed(f"a rollout worker failed: {failures[0]}") from failures[0]
+            async with asyncio.TaskGroup() as loops:
+                watch = loops.create_task(self._watch(rollouts))
+                work = (self._publish(), self._report(started), self._validate_meanwhile())
+                tasks = [loops.create_task(loop) for loop in (*work, self._train())]
+                await asyncio.wait(tasks)
+                watch.cancel()
+            self.record.wall_s = time.monotonic() - started
+        except* Exception as failures:
+            raise first_error(failures) from failures
         finally:
-            for task in tasks:
-                task.remove_done_callback(on_end)
+            for task in rollouts:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*rollouts, return_exceptions=True)
+
+    async def _watch(self, rollouts: Sequence[asyncio.Future[None]]) -> None:
+        """Raises what ended a rollout loop: none ends by itself before the run."""
+        done, _ = await asyncio.wait(rollouts, return_when=asyncio.FIRST_COMPLETED)
+        error = next((task.exception() for task in done), None)
+        raise RunFailed(f"a rollout worker failed: {error}") from error
 
     async def _train(self) -> None:
         """consumes: batches; produces: versions; waits for: the trainer; unblocked by: its end."""
         config = self._config
-        patience = config.batch_s + config.deadlines.step_s
+        patience = config.completion_s + config.deadlines.step_s
         version = 0
         for step in range(1, config.trainer.total_steps + 1):
             self._trainer_state = "training"
@@ -234,8 +222,8 @@ class Pipeline:
             asyncio.gather(
                 *(w.evaluate(list(s)) for w, s in zip(self._workers, shares, strict=True))
             ),
-            self._config.deadlines.generate_s,
-            "validation answers (deadlines.generate_s)",
+            self._config.completion_s,
+            "validation answers (deadlines.generate_s, reward_s, publish_s)",
         )
         samples = [sample for share in answers for sample in share]
         reward = sum(sample["reward"] for sample in samples) / len(samples)
@@ -304,11 +292,10 @@ class Pipeline:
 
     async def _within(self, work: Awaitable[T], deadline_s: float, what: str) -> T:
         try:
-            return await asyncio.wait_for(work, deadline_s)
-        except TimeoutError as error:
+            return await within(work, deadline_s, what)
+        except DeadlineExceeded as error:
             raise RunFailed(
-                f"waited {deadline_s:g} s for {what}; trainer: {self._trainer_state}; "
-                f"buffer: {self._buffer!r}"
+                f"{error}; trainer: {self._trainer_state}; buffer: {self._buffer!r}"
             ) from error
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import traceback
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from asyncrl import plugins, preflight
 from asyncrl.buffer import TrajectoryBuffer
 from asyncrl.config import Config
+from asyncrl.deadline import within
 from asyncrl.observe import report
 from asyncrl.observe.live import Screen
 from asyncrl.observe.metrics import open_trackers
@@ -55,9 +57,10 @@ class Session:
             buffer = self._buffer(stack)
             screen.phase("starting Ray")
             cluster = await asyncio.to_thread(self._cluster, model_folder, buffer.name)
+            stack.callback(cluster.close)
+            await _to_its_end(cluster.start)
             # Again, since Ray has just set a handler of its own, which would abort.
             _end_on_sigterm()
-            stack.callback(cluster.close)
             pipeline = Pipeline(
                 config,
                 trainer=cluster.trainer,
@@ -123,13 +126,21 @@ class Session:
 
     async def _save_model(self, cluster: Cluster) -> None:
         self.screen.phase("saving the model")
-        save = cluster.trainer.save_model(self.folder.model.resolve())
-        await asyncio.wait_for(save, self._config.deadlines.publish_s)
+        part = self.folder.model.with_suffix(".part").resolve()
+        await within(
+            cluster.trainer.save_model(part),
+            self._config.deadlines.publish_s,
+            "the trainer to save the model (deadlines.publish_s)",
+        )
+        part.rename(self.folder.model)
 
     async def _end(self, pipeline: Pipeline, cluster: Cluster, model_folder: Path) -> None:
         """Ends the parts, says how it went; never hides why the run ended."""
-        if not self.folder.model.exists():
-            self._save_newest(pipeline.record.newest_weights, model_folder)
+        try:
+            if not self.folder.model.exists():
+                self._save_newest(pipeline.record.newest_weights, model_folder)
+        except OSError as error:
+            self.screen.warn(f"the published weights were not saved: {error}")
         self.screen.phase("stopping workers and ranks")
         for problem in await cluster.stop():
             self.screen.warn(problem)
@@ -149,8 +160,25 @@ class Session:
         if weights is None:
             return
         self.screen.phase(f"saving the published weights {weights.name}")
-        shutil.copytree(model_folder, self.folder.model)
-        shutil.copytree(weights, self.folder.model, dirs_exist_ok=True)
+        copy_model(model_folder, self.folder.model, weights=weights)
+
+
+def copy_model(source: Path, target: Path, *, weights: Path) -> None:
+    """Makes `target` the model in `source` with other weights."""
+    # The initial weights stay behind, their index too: an engine would read them first.
+    initial = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin")
+    shutil.copytree(source, target, ignore=initial)
+    shutil.copytree(weights, target, dirs_exist_ok=True)
+
+
+async def _to_its_end(work: Callable[[], None]) -> None:
+    """Runs `work` in a thread; a cancelled caller too waits until it is through."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await running
+        raise
 
 
 def _end_on_sigterm() -> None:

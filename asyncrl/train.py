@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -84,6 +85,9 @@ def run(config: Config) -> int:
     except (ConfigError, OSError) as error:
         print(f"asyncrl: run.dir={config.run.dir} cannot be used: {error}", file=sys.stderr)
         return 2
+    # A shell script's background job starts with SIGINT ignored, and asyncio then leaves it so;
+    # SIGTERM, which is turned into it, would be lost as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         asyncio.run(session.run())
     except KeyboardInterrupt:

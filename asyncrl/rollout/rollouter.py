@@ -64,7 +64,8 @@ class Rollouter:
             tokenizer=tokenizer,
             reward=self._reward,
             rollout=config.rollout,
-            deadlines=config.deadlines,
+            generation_s=config.generation_s,
+            reward_s=config.deadlines.reward_s,
         )
         self._streams = {
             split: _stream(config, tokenizer, split=split) for split in _splits(config)

@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl import plugins
 from asyncrl.buffer import BufferClosed, TrajectoryBuffer
 from asyncrl.config import Config
+from asyncrl.deadline import within
 from asyncrl.errors import first_error
 from asyncrl.interfaces import Engine
 from asyncrl.rollout.rollouter import Rollouter
@@ -41,6 +42,7 @@ class RolloutWorker:
     async def start(self) -> None:
         """Loads the model and attaches to the buffer."""
         config = self._config
+        devices = plugins.load("devices", config.device)
         module = plugins.load("engines", config.rollout.engine.type)
         engine = module.Engine(
             config.rollout.engine.settings("engines"),
@@ -48,11 +50,12 @@ class RolloutWorker:
             log_folder=self._run_dir / "logs" / f"rollout-{self._index}",
             seed=config.run.seed,
             num_threads=config.rollout.num_threads,
-            device=config.device,
+            device=devices.Device(devices.Config()).type,
             max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
         )
         self._engine = engine
-        await asyncio.wait_for(engine.start(), config.deadlines.start_s)
+        start_s = config.deadlines.start_s
+        await within(engine.start(), start_s, "the engine to start (deadlines.start_s)")
         self._buffer = TrajectoryBuffer.attach(self._buffer_name)
         self._rollouter = Rollouter(
             config, engine=engine, buffer=self._buffer, model_folder=self._model_folder
@@ -96,8 +99,8 @@ class RolloutWorker:
         return await self.rollouter.evaluate(prompt_indices)
 
     async def stats(self) -> dict[str, float]:
-        """The engine's counters and the groups in flight here."""
-        return {**self.engine.stats(), "num_groups": float(len(self._running))}
+        """The engine's counters."""
+        return self.engine.stats()
 
     async def drain_samples(self) -> list[dict[str, Any]]:
         """Sample completions since the last call, for the run folder."""

@@ -86,7 +86,7 @@ class TrainerRank:
             num_ranks=self._num_ranks,
             backend=device.backend,
             # Other ranks wait in a collective while rank 0 waits for the batch.
-            timeout_s=max(deadlines.start_s, config.batch_s + deadlines.step_s),
+            timeout_s=max(deadlines.start_s, config.completion_s + deadlines.step_s),
         )
         torch.manual_seed(config.run.seed)
         self._policy = self._load_policy(is_trained=True)
@@ -102,7 +102,7 @@ class TrainerRank:
         """One optimizer step.
 
         consumes: R ready prompt groups; produces: new weights, R released groups; waits for: the
-        groups, at most `Config.batch_s`; unblocked by: the rollout workers.
+        groups, at most `Config.completion_s`; unblocked by: the rollout workers.
         """
         started = time.monotonic()
         delivery = self._receive()
@@ -170,7 +170,7 @@ class TrainerRank:
     def _take(self) -> _Delivery:
         """R groups in admission order; too stale ones are replaced under `async.stale: refill`."""
         needed = self._config.groups_per_step
-        deadline = time.monotonic() + self._config.batch_s
+        deadline = time.monotonic() + self._config.completion_s
         trainer_version = self._buffer.stats()["trainer_version"]
         oldest = trainer_version - self._config.max_staleness
         num_refilled = 0

@@ -200,11 +200,13 @@ async def test_a_cancelled_wait_has_taken_nothing(buffer: TrajectoryBuffer) -> N
 
 
 def test_a_signal_gets_through_a_wait(buffer: TrajectoryBuffer) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         buffer.take(_PATIENCE_S)
     timer.join()
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_handle_cannot_be_used_twice(buffer: TrajectoryBuffer) -> None:

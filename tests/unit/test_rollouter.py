@@ -173,8 +173,8 @@ async def test_engine_that_never_answers_fails_by_its_deadline(build: Any) -> No
     async def answer(_: GenerationRequest) -> Completion:
         return await asyncio.Future()
 
-    rollouter, _, _ = build(answer, "deadlines.generate_s=0.01")
-    with pytest.raises(RolloutFailed, match=r"longer than deadlines\.generate_s=0\.01 s"):
+    rollouter, _, _ = build(answer, "deadlines.generate_s=0.01", "deadlines.publish_s=0.01")
+    with pytest.raises(RolloutFailed, match=r"0\.02 s for the engine \(deadlines\.generate_s\)"):
         await rollouter.rollout_group(0)
 
 
