@@ -309,15 +309,20 @@ class Config(Section):
         return deadlines.publish_s + draining
 
     @property
-    def batch_s(self) -> float:
-        """Deadline for a batch to fill: a version is loaded, then every completion is had."""
-        return self.load_s + self.deadlines.generate_s + self.deadlines.reward_s
+    def generation_s(self) -> float:
+        """Deadline for one answer of an engine: it may first have to load a version."""
+        return self.load_s + self.deadlines.generate_s
+
+    @property
+    def completion_s(self) -> float:
+        """Deadline for a completion and its score; a batch fills in that time as well."""
+        return self.generation_s + self.deadlines.reward_s
 
     @property
     def slot_s(self) -> float:
         """Deadline for a slot to come free: T steps and their batches, written and loaded."""
         deadlines = self.deadlines
-        steps = self.asynchrony.trigger_parameter_sync_step * (self.batch_s + deadlines.step_s)
+        steps = self.asynchrony.trigger_parameter_sync_step * (self.completion_s + deadlines.step_s)
         return steps + deadlines.publish_s + self.load_s
 
     @model_validator(mode="after")

@@ -230,7 +230,13 @@ def _plugin_problems(config: Config) -> list[str]:
 
 def _device_problems(config: Config) -> list[str]:
     known = plugins.names("devices")
-    if config.device in known or "." in config.device:
+    if config.device in known:
+        return []
+    if "." in config.device:
+        try:
+            plugins.load("devices", config.device)
+        except ImportError as error:
+            return [f"device={config.device}: {error}"]
         return []
     near = difflib.get_close_matches(config.device, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""

@@ -34,8 +34,8 @@ from asyncrl.observe.run_folder import RunFolder
 from asyncrl.trajectory import FinishReason, PromptGroup, Trajectory, group_num_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
-_VERSIONS_KEPT = 3
-"""The engines' version, the one they load next, and the one that is written."""
+_TABLE_BYTES = 64 * 16 + 128
+"""What the buffer adds to a group: its table of version segments, and alignment."""
 
 
 def check(config: Config) -> None:
@@ -237,31 +237,35 @@ def _device_problems(config: Config) -> Iterator[str]:
 
 def _memory_problems(config: Config) -> Iterator[str]:
     capacity, group = config.buffer.capacity_bytes, largest_group_bytes(config)
-    # A step's batch is held whole, and the next group must find room beside it.
-    num_groups = config.groups_per_step + 1
-    if num_groups * group > capacity:
+    # A step's batch is held where it lies; one more group must fit into one of the gaps.
+    needed = (2 * config.groups_per_step + 1) * (group + _TABLE_BYTES)
+    if needed > capacity:
         yield (
-            f"buffer.capacity_bytes={capacity} is less than a step's {config.groups_per_step} "
-            f"prompt groups and one more ({group} bytes each: algorithm.group_size="
+            f"buffer.capacity_bytes={capacity} is too little for a step's "
+            f"{config.groups_per_step} prompt groups ({group} bytes each: algorithm.group_size="
             f"{config.algorithm.group_size} completions of rollout.max_response_tokens="
-            f"{config.rollout.max_response_tokens}); set buffer.capacity_bytes >= "
-            f"{group * config.num_slots}"
+            f"{config.rollout.max_response_tokens}); set buffer.capacity_bytes >= {needed}"
         )
     weights = _weights_bytes(config)
     free = shutil.disk_usage(SHARED_MEMORY).free
     if capacity + weights > free:
         yield (
             f"buffer.capacity_bytes={capacity} and {weights} bytes of published weights "
-            f"({_VERSIONS_KEPT} versions of {_model_bytes(config)} bytes) are more than the {free} "
-            f"bytes free in {SHARED_MEMORY}; lower buffer.capacity_bytes, take a smaller "
-            "model, or give the machine more shared memory"
+            f"({_versions_kept(config)} versions of {_model_bytes(config)} bytes) are more than "
+            f"the {free} bytes free in {SHARED_MEMORY}; lower buffer.capacity_bytes, take a "
+            "smaller model, or give the machine more shared memory"
         )
 
 
 def _weights_bytes(config: Config) -> int:
     """Bytes of shared memory for the weights that are published and not yet discarded."""
     is_shared = config.weights.type == "shared_memory"
-    return _VERSIONS_KEPT * _model_bytes(config) if is_shared else 0
+    return _versions_kept(config) * _model_bytes(config) if is_shared else 0
+
+
+def _versions_kept(config: Config) -> int:
+    """The engines' version, and those that can be trained before it gives its slots back."""
+    return config.num_slots // config.groups_per_version + 1
 
 
 def _folder_problems(config: Config) -> Iterator[str]:

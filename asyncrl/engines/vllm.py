@@ -21,6 +21,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, Field
 
+from asyncrl.config import Config as RunConfig
+from asyncrl.deadline import DeadlineExceeded, within
 from asyncrl.engines._vllm_processes import descendants, environment, output_to, shared_memory
 from asyncrl.engines._vllm_worker import WorkerExtension
 from asyncrl.interfaces import Completion, GenerationRequest
@@ -58,11 +60,31 @@ class Config(BaseModel, frozen=True, extra="forbid"):
     weights, so that log-probs are those of the new policy; or kept (prefix caching is then off)."""
     start_timeout_s: float = Field(default=280, gt=0)
     """Below deadlines.start_s, so that vLLM's own message is the one that is seen."""
-    drain_timeout_s: float = Field(default=290, gt=0)
+    drain_timeout_s: float = Field(default=300, gt=0)
     """How long running requests may take to finish when weights are not loaded in flight."""
     load_timeout_s: float = Field(default=30, gt=0)
     """Deadline of each step of a weight load: pause, load, reset, resume."""
     close_timeout_s: float = Field(default=8, gt=0)
+
+
+def check_fit(config: RunConfig) -> None:
+    """Raises ValueError for deadlines of vLLM that contradict those of the run."""
+    mine, deadlines = config.rollout.engine.settings("engines"), config.deadlines
+    # pause, load, reset, resume
+    load_s = 4 * mine.load_timeout_s
+    limits = [
+        ("start_timeout_s", mine.start_timeout_s, "below deadlines.start_s", deadlines.start_s,
+         mine.start_timeout_s < deadlines.start_s),
+        ("load_timeout_s", mine.load_timeout_s, "at most a quarter of deadlines.publish_s",
+         deadlines.publish_s, load_s <= deadlines.publish_s),
+        ("drain_timeout_s", mine.drain_timeout_s, "at least deadlines.generate_s",
+         deadlines.generate_s, mine.drain_timeout_s >= deadlines.generate_s),
+    ]  # fmt: skip
+    for name, value, legal, limit, is_legal in limits:
+        if not is_legal:
+            raise ValueError(
+                f"rollout.engine.{name}={value:g} must be {legal} ({limit:g}); change one of them"
+            )
 
 
 class Engine:
@@ -151,8 +173,8 @@ class Engine:
         """Takes the weights in `folder`; see `interfaces.Engine`.
 
         Raises ValueError for a version that is not above the present one, RuntimeError when vLLM
-        refuses the weights, TimeoutError naming the step that took too long. After either of the
-        latter two the engine stays paused: what its workers hold is unknown.
+        refuses the weights, DeadlineExceeded naming the step that took too long. After either of
+        the latter two the engine stays paused: what its workers hold is unknown.
         """
         async with self._load_lock:
             if version <= self._version:
@@ -304,13 +326,11 @@ class Engine:
         await asyncio.sleep(0)
 
     async def _within(self, seconds: float, setting: str, what: str, work: Awaitable[_T]) -> _T:
+        name = f"vLLM step {what!r} (rollout.engine.{setting}); see {self._log_file}"
         try:
-            return await asyncio.wait_for(work, seconds)
-        except TimeoutError:
-            raise TimeoutError(
-                f"vLLM step {what!r} took more than {seconds:.0f} s; see {self._log_file}, or "
-                f"raise rollout.engine.{setting}"
-            ) from None
+            return await within(work, seconds, name)
+        except DeadlineExceeded:
+            raise
         except Exception as error:
             raise RuntimeError(
                 f"vLLM step {what!r} failed: {error}; see {self._log_file}"

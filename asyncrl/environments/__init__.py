@@ -1,8 +1,9 @@
 """Environments: how a prompt becomes a scored completion. One module a kind.
 
 A plug-in module offers `Config` and `Environment(config, *, engine, tokenizer, reward, rollout,
-deadlines)` with `async rollout(prompt, prompt_tokens, *, request_id, seed) -> ScoredCompletion`,
-which raises `RolloutFailed` for whatever may fail without ending the run.
+generation_s, reward_s)` with
+`async rollout(prompt, prompt_tokens, *, request_id, seed) -> ScoredCompletion`, which raises
+`RolloutFailed` for whatever may fail without ending the run.
 """
 
 from __future__ import annotations

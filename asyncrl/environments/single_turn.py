@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable
 from typing import Any, Literal, TypeVar
@@ -11,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from asyncrl.config import Deadlines, Rollout
+from asyncrl.config import Rollout
+from asyncrl.deadline import DeadlineExceeded, within
 from asyncrl.environments import RolloutFailed, ScoredCompletion
 from asyncrl.interfaces import Completion, Engine, GenerationRequest, Prompt, Reward
 from asyncrl.trajectory import Trajectory
@@ -36,14 +36,16 @@ class Environment:
         tokenizer: Any,
         reward: Reward,
         rollout: Rollout,
-        deadlines: Deadlines,
+        generation_s: float,
+        reward_s: float,
     ) -> None:
         del config
         self._engine = engine
         self._tokenizer = tokenizer
         self._reward = reward
         self._rollout = rollout
-        self._deadlines = deadlines
+        self._generation_s = generation_s
+        self._reward_s = reward_s
 
     async def rollout(
         self, prompt: Prompt, prompt_tokens: NDArray[np.int32], *, request_id: str, seed: int
@@ -61,12 +63,12 @@ class Environment:
             seed=seed,
         )
         completion = await _within(
-            self._engine.generate(request), self._deadlines.generate_s, "the engine", "generate_s"
+            self._engine.generate(request), self._generation_s, "the engine", "generate_s"
         )
         _check_lengths(completion)
         text = self._tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
         reward = await _within(
-            self._reward.score(text, prompt), self._deadlines.reward_s, "the reward", "reward_s"
+            self._reward.score(text, prompt), self._reward_s, "the reward", "reward_s"
         )
         if not math.isfinite(reward):
             raise RolloutFailed(f"the reward returned {reward}; it must return a finite number")
@@ -83,11 +85,9 @@ class Environment:
 async def _within(work: Awaitable[T], deadline_s: float, who: str, setting: str) -> T:
     """The result of `work`; RolloutFailed when it takes too long or fails."""
     try:
-        return await asyncio.wait_for(work, deadline_s)
-    except TimeoutError as error:
-        raise RolloutFailed(
-            f"{who} took longer than deadlines.{setting}={deadline_s:g} s"
-        ) from error
+        return await within(work, deadline_s, f"{who} (deadlines.{setting})")
+    except DeadlineExceeded as error:
+        raise RolloutFailed(str(error)) from error
     except Exception as error:
         # A plug-in may raise anything; the failure budget decides whether the run goes on.
         raise RolloutFailed(f"{who} failed: {type(error).__name__}: {error}") from error

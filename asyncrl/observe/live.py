@@ -25,7 +25,7 @@ _LINE_S = 2.0
 _MUCH_REJECTED = 0.5
 """A step that rejects a greater share of its trajectories says so."""
 _SLOW_STEP_S = 30.0
-"""A step that takes longer is mentioned in plain lines although nothing changed."""
+"""A step that takes longer repeats the last plain line, so that one sees it is alive."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Screen:
     """The screen of one run. Safe to call from any thread.
 
     On a terminal steps are a live display, elsewhere single lines. A thread repeats what is being
-    waited for, so that nothing is silent for more than five seconds.
+    waited for, so that no start-up step is silent for more than five seconds.
     """
 
     def __init__(
@@ -85,12 +85,15 @@ class Screen:
     def heartbeat(self) -> None:
         """Repeats what is being waited for when nothing was shown for four seconds.
 
-        Between two steps it only moves the clock of the live display.
+        Between two steps it moves the clock of the live display, or repeats a plain line when a
+        step takes longer than half a minute.
         """
         with self._lock:
             now = self._clock()
             if self._live is not None and self._snapshot is not None:
                 self._draw(self._snapshot)
+            elif self._snapshot is not None and now - self._last_output >= _SLOW_STEP_S:
+                self._print(_line(self._snapshot, eta_s=self._eta_s(self._snapshot)))
             if self._waiting_for is not None and now - self._last_output >= _HEARTBEAT_S:
                 waited = now - self._waiting_since
                 self._print(
@@ -145,8 +148,6 @@ class Screen:
             self._live.update(picture)
 
     def _is_line_due(self, snapshot: Snapshot) -> bool:
-        if snapshot.step == self._shown_step:
-            return self._clock() - self._last_output >= _SLOW_STEP_S
         tenths = [10 * step // snapshot.total_steps for step in (self._shown_step, snapshot.step)]
         return (
             tenths[0] != tenths[1]

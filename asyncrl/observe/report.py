@@ -115,7 +115,7 @@ def summarize(
         total_steps=config.trainer.total_steps,
         wall_s=wall_s,
         validation_reward_before=validations[0]["reward/mean"] if validations else None,
-        validation_reward_after=validations[-1]["reward/mean"] if len(validations) > 1 else None,
+        validation_reward_after=_reward_under(validations, version=config.num_versions),
         train_reward_first=_mean(steps[:tenth], "reward/mean"),
         train_reward_last=_mean(steps[-tenth:], "reward/mean"),
         tokens_per_s=_rate(steps),
@@ -160,14 +160,13 @@ def _synchronous_neighbour(config: Config, folder: RunFolder) -> Path | None:
     """The newest comparable run beside this one with threshold 0; None for a synchronous run."""
     if config.asynchrony.staleness_threshold == 0:
         return None
-    beside = [RunFolder(path) for path in folder.root.resolve().parent.iterdir()]
-    finished = [run for run in beside if run.is_finished()]
-    finished.sort(key=lambda run: run.summary.stat().st_mtime, reverse=True)
-    for run in finished:
-        theirs = json.loads(run.summary.read_text())
-        if theirs["staleness_threshold"] == 0 and not _obstacles(config, run):
-            return run.root
-    return None
+    found = []
+    for path in folder.root.resolve().parent.iterdir():
+        summary = RunFolder(path).finished_summary()
+        if summary is not None and summary.get("staleness_threshold") == 0:
+            found.append(RunFolder(path))
+    found.sort(key=lambda run: run.summary.stat().st_mtime, reverse=True)
+    return next((run.root for run in found if not _obstacles(config, run)), None)
 
 
 def _obstacles(config: Config, other: RunFolder) -> list[str]:
@@ -179,14 +178,16 @@ def _obstacles(config: Config, other: RunFolder) -> list[str]:
 
 
 def _differences(config: Config, theirs: dict[str, Any]) -> list[str]:
-    """Dotted keys, outside run.* and async.*, in which two resolved configurations differ."""
+    """Dotted keys, but for run.* and the threshold, in which two resolved configurations differ."""
     mine = _flat(resolved(config))
     other = _flat(theirs)
     keys = sorted(mine.keys() | other.keys())
     return [
         f"{key} differs"
         for key in keys
-        if not key.startswith(("run.", "async.")) and mine.get(key) != other.get(key)
+        if not key.startswith("run.")
+        and key != "async.staleness_threshold"
+        and mine.get(key) != other.get(key)
     ]
 
 
@@ -200,6 +201,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _reward_under(validations: Sequence[Mapping[str, float]], *, version: int) -> float | None:
+    found = [v["reward/mean"] for v in validations if v["policy_version"] == version]
+    return found[-1] if found else None
+
+
 def _rate(steps: Sequence[Mapping[str, float]]) -> float | None:
     """Generated tokens a second, from the first rollout to the last step."""
     if not steps:
@@ -208,7 +214,7 @@ def _rate(steps: Sequence[Mapping[str, float]]) -> float | None:
 
 
 def _idle_share(steps: Sequence[Mapping[str, float]]) -> float | None:
-    """Share of its time that the trainer waited for batches."""
+    """Share of its steps' time that the trainer waited for batches."""
     wait_s = sum(_values(steps, "trainer/wait_s"))
     busy_s = sum(_values(steps, "trainer/step_s"))
     return wait_s / (wait_s + busy_s) if wait_s + busy_s else None

@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.config_file import to_yaml
@@ -77,9 +78,17 @@ class RunFolder:
 
     def is_finished(self) -> bool:
         """Whether the run in this folder made all its steps."""
-        if not (self.config.is_file() and self.summary.is_file()):
-            return False
-        return bool(json.loads(self.summary.read_text())["is_complete"])
+        return self.finished_summary() is not None
+
+    def finished_summary(self) -> dict[str, Any] | None:
+        """The closing figures of a run that made all its steps; None for any other folder."""
+        try:
+            values = json.loads(self.summary.read_text())
+            is_run = self.config.is_file() and {"machine", "wall_s"} <= values.keys()
+            return values if is_run and values["is_complete"] else None
+        except (OSError, ValueError, KeyError, AttributeError):
+            # Whatever lies in a folder that is none of ours.
+            return None
 
 
 def _new_folder(name: str) -> Path:

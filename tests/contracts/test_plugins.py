@@ -29,7 +29,7 @@ OFFERS = {
     "environments": (
         "Environment",
         ["config"],
-        ["engine", "tokenizer", "reward", "rollout", "deadlines"],
+        ["engine", "tokenizer", "reward", "rollout", "generation_s", "reward_s"],
     ),
     "losses": ("loss", ["inputs", "config"], []),
     "rewards": ("Reward", ["config"], []),

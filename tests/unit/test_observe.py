@@ -189,15 +189,20 @@ def test_heartbeat_names_what_is_waited_for_and_how_long() -> None:
     assert watched.lines()[1:] == ["[   6.0 s]   still: starting Ray (4 s)"]
 
 
-def test_heartbeat_ends_with_the_first_step() -> None:
+def test_heartbeat_ends_with_the_first_step_but_for_slow_ones() -> None:
     watched = Watched()
     watched.screen.phase("starting Ray")
     watched.screen.update(snapshot(1))
     watched.lines()
-    watched.clock.now += 60
+    watched.clock.now += 29
+    watched.screen.heartbeat()
+    assert watched.lines() == []
+    watched.clock.now += 1
+    watched.screen.heartbeat()
     watched.screen.heartbeat()
     watched.screen.close()
-    assert watched.lines() == []
+    (line,) = watched.lines()
+    assert line.startswith("step 1/100")
 
 
 def test_plain_line_shows_every_figure() -> None:
@@ -339,7 +344,10 @@ def test_written_summary_is_on_disk_and_on_screen(base: Path, tmp_path: Path) ->
         config,
         folder=folder,
         steps=[step_metrics(1, reward=0.5)],
-        validations=[{"reward/mean": 0.125}, {"reward/mean": 0.875}],
+        validations=[
+            {"policy_version": 0, "reward/mean": 0.125},
+            {"policy_version": config.num_versions, "reward/mean": 0.875},
+        ],
         wall_s=3.0,
     )
     summary.write(folder.summary)
@@ -393,6 +401,25 @@ def test_a_synchronous_run_in_the_same_folder_is_found(base: Path, synchronous: 
     assert summary.speedup == 2.0
     other = load(base, ["trainer.total_steps=1", "trainer.lr=0.5", f"run.dir={beside}"])
     assert compared(other, wall_s=15.0, root=beside).speedup is None
+
+
+def test_folders_beside_a_run_that_are_none_of_ours_do_not_matter(
+    base: Path, synchronous: RunFolder
+) -> None:
+    beside = synchronous.root.parent
+    for name, text in [("foreign", '{"accuracy": 1}'), ("list", "[1]"), ("broken", "{")]:
+        (beside / name).mkdir()
+        (beside / name / "summary.json").write_text(text)
+        (beside / name / "config.yaml").write_text("a: 1")
+    config = load(base, ["trainer.total_steps=1", f"run.dir={beside / 'async'}"])
+    assert compared(config, wall_s=15.0, root=beside / "async").speedup == 2.0
+
+
+def test_other_work_a_step_is_not_compared(base: Path, synchronous: RunFolder) -> None:
+    overrides = ["trainer.total_steps=1", "async.require_batches=2"]
+    config = load(base, [*overrides, f"run.compare_to={synchronous.root}"])
+    summary = compared(config, wall_s=15.0)
+    assert summary.comparison.endswith("async.require_batches differs")
 
 
 def test_runs_that_differ_in_more_than_asynchrony_are_not_compared(
