@@ -2,8 +2,8 @@
 
 It bounds staleness: a group takes a slot credit when its prompt is admitted, and the credit comes
 back only when the engines hold the version that was trained on it. Usable alone; imports numpy and
-nothing else. Not here yet: slots of a process that died are not reclaimed, nothing is saved to
-disk, and operations take a lock between processes (see csrc/buffer/trajectory_buffer.h).
+nothing else. No lock is taken: a process may be killed at any instruction, and whoever waits next
+reclaims what it held (see csrc/buffer/trajectory_buffer.h). Not here yet: saving to disk.
 
     ticket = buffer.admit(timeout_s=60)                  # rollout process
     buffer.put_group(ticket, group)
@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 
 from asyncrl import _buffer
 from asyncrl._buffer import (
-    BufferBroken,
     BufferClosed,
     BufferExists,
     BufferForeign,
@@ -54,7 +53,6 @@ from asyncrl.trajectory import (
 
 __all__ = [
     "BooksDoNotBalance",
-    "BufferBroken",
     "BufferClosed",
     "BufferExists",
     "BufferForeign",
@@ -227,7 +225,7 @@ class TrajectoryBuffer:
 
     async def admit_async(self, timeout_s: float) -> Ticket:
         """`admit` for asyncio; a cancelled call has taken nothing."""
-        return _ticket(await self._until(timeout_s, self._native.admit))
+        return _ticket(await self._until(timeout_s, "freed", self._native.admit))
 
     def reserve(
         self, ticket: Ticket, num_bytes: int, *, max_segments: int = 64, timeout_s: float = 10.0
@@ -269,6 +267,7 @@ class TrajectoryBuffer:
         num_bytes = group_num_bytes(group)
         payload = await self._until(
             timeout_s,
+            "freed",
             lambda wait_s: self._native.reserve(ticket.handle, num_bytes, len(segments), wait_s),
         )
         write_group(group, payload)
@@ -287,15 +286,19 @@ class TrajectoryBuffer:
 
     async def take_async(self, timeout_s: float) -> Lease:
         """`take` for asyncio; a cancelled call has taken nothing."""
-        return Lease(self, await self._until(timeout_s, self._native.take))
+        return Lease(self, await self._until(timeout_s, "published", self._native.take))
 
     def take_many(self, num_groups: int, timeout_s: float) -> list[Lease]:
-        """`num_groups` leases, filled one at a time; on any error all are put back."""
+        """`num_groups` leases, filled one at a time; on any error all are put back.
+
+        Wakes up once for all groups that are still missing, not for each.
+        """
         deadline = time.monotonic() + timeout_s
         leases: list[Lease] = []
         try:
-            for _ in range(num_groups):
-                leases.append(self.take(deadline - time.monotonic()))
+            while (num_missing := num_groups - len(leases)) > 0:
+                left = max(deadline - time.monotonic(), 0.0)
+                leases.append(Lease(self, _there(self._native.take(left, num_missing))))
         except BaseException:
             for lease in leases:
                 lease.put_back()
@@ -318,8 +321,8 @@ class TrajectoryBuffer:
     def evict(self, lease: Lease, cause: str, *, requeue: bool) -> None:
         """Ends a lease whose group is not used: memory and credit are free, it leaves the order.
 
-        cause: counted as `num_evicted_<cause>`, e.g. "stale". requeue: its prompt is admitted
-        again, before new ones.
+        cause: "stale" or "unwanted", counted as `num_evicted_<cause>`. requeue: its prompt is
+        admitted again, before new ones.
         """
         self._native.evict(lease.handle, cause, requeue)
         lease._is_held = False
@@ -347,8 +350,19 @@ class TrajectoryBuffer:
         """[M] int64: trainer's version now minus each segment's."""
         return self.stats()["trainer_version"] - lease.segments[:, 1]
 
+    def reclaim(self) -> int:
+        """Takes back what dead processes hold; returns the number of slots changed.
+
+        A group that was not yet published is evicted (cause "abandoned") and its prompt admitted
+        again; a lease is put back. Every wait does this too, at least each 50 ms.
+        """
+        return self._native.reclaim()
+
     def stats(self) -> dict[str, int]:
-        """Counters at one moment: groups by outcome and state, bytes, versions, staleness."""
+        """Counters: groups by outcome and state, bytes, versions, staleness.
+
+        Each slot is counted at one moment, so that the books balance whenever they are read.
+        """
         return self._native.stats()
 
     def assert_books_balance(self) -> None:
@@ -401,16 +415,25 @@ class TrajectoryBuffer:
         state = self._native.describe() if self._native.is_attached else "detached"
         return f"<TrajectoryBuffer {self.name!r}{', closed' * self.is_closed}: {state}>"
 
-    async def _until(self, timeout_s: float, attempt: Callable[[float], _T | None]) -> _T:
+    async def _until(
+        self,
+        timeout_s: float,
+        event: Literal["published", "freed"],
+        attempt: Callable[[float], _T | None],
+    ) -> _T:
         # Only the wait runs in a thread. It takes nothing, so cancelling it can lose nothing.
+        native = self._native
+        wait = native.wait_published if event == "published" else native.wait_freed
         deadline = time.monotonic() + timeout_s
         while True:
-            seen = self._native.num_changes if self._native.is_attached else 0
+            seen = 0
+            if native.is_attached:
+                seen = native.num_published if event == "published" else native.num_freed
             is_last = time.monotonic() >= deadline
             result = attempt(0.0 if is_last else _NO_WAIT)
             if result is not None:
                 return result
-            await asyncio.to_thread(self._native.wait, seen)
+            await asyncio.to_thread(wait, seen)
 
 
 def _ticket(ticket: _buffer._Ticket) -> Ticket:

@@ -35,8 +35,6 @@ const char* error_name(Code code) {
   switch (code) {
     case Code::kClosed:
       return "BufferClosed";
-    case Code::kBroken:
-      return "BufferBroken";
     case Code::kStaleHandle:
       return "BufferStaleHandle";
     case Code::kNotFound:
@@ -65,11 +63,48 @@ void check(const Status& status) {
   throw py::error_already_set();
 }
 
-// Runs a call of the core without the GIL: its lock may be held by another process.
+// Runs a call of the core without the GIL: it may scan all slots, or wait.
 template <typename Call>
 auto without_gil(Call call) {
   const py::gil_scoped_release release;
   return call();
+}
+
+// What a wait is for.
+enum class Event { kPublished, kFreed };
+
+std::uint32_t count(const TrajectoryBuffer& core, Event event) {
+  return event == Event::kPublished ? core.num_published() : core.num_freed();
+}
+
+void wait(TrajectoryBuffer& core, Event event, std::uint32_t seen, std::uint32_t num_events,
+          std::chrono::nanoseconds timeout) {
+  if (event == Event::kPublished) {
+    core.wait_published(seen, num_events, timeout);
+  } else {
+    core.wait_freed(seen, timeout);
+  }
+}
+
+struct NamedOutcome {
+  const char* name;
+  Outcome outcome;
+};
+constexpr NamedOutcome kWithdrawals[] = {{"filtered", Outcome::kFiltered},
+                                         {"failed", Outcome::kFailed}};
+constexpr NamedOutcome kReleases[] = {{"trained", Outcome::kTrained},
+                                      {"rejected", Outcome::kRejected}};
+constexpr NamedOutcome kEvictions[] = {{"stale", Outcome::kEvictedStale},
+                                       {"unwanted", Outcome::kEvictedUnwanted}};
+
+template <std::size_t N>
+Outcome parse(const char* what, const std::string& name, const NamedOutcome (&legal)[N]) {
+  std::string names;
+  for (const NamedOutcome& known : legal) {
+    if (name == known.name) return known.outcome;
+    names.append(names.empty() ? "" : ", ").append(known.name);
+  }
+  throw py::value_error(std::string(what) + "='" + name + "' is unknown; legal: " + names);
 }
 
 Handle to_handle(const HandleTuple& handle) { return {handle.first, handle.second}; }
@@ -115,8 +150,8 @@ class Buffer {
 
   std::optional<TicketTuple> admit(double timeout_s) {
     Ticket ticket;
-    const bool is_there =
-        retry(timeout_s, "a slot credit", [&](auto& core) { return core.try_admit(&ticket); });
+    const bool is_there = retry(timeout_s, "a slot credit", Event::kFreed, 1,
+                                [&](auto& core) { return core.try_admit(&ticket); });
     if (!is_there) return std::nullopt;
     return TicketTuple{HandleTuple{ticket.handle.slot, ticket.handle.generation}, ticket.index,
                        ticket.prompt_index, ticket.policy_version};
@@ -128,7 +163,7 @@ class Buffer {
     const std::string what = std::to_string(num_bytes) +
                              " bytes of payload memory (raise buffer.capacity_bytes if this "
                              "happens often)";
-    const bool is_there = retry(timeout_s, what, [&](auto& core) {
+    const bool is_there = retry(timeout_s, what, Event::kFreed, 1, [&](auto& core) {
       return core.try_reserve(to_ticket(handle), num_bytes, max_segments, &memory);
     });
     if (!is_there) return py::none();
@@ -149,16 +184,13 @@ class Buffer {
   }
 
   void withdraw(const HandleTuple& handle, const std::string& cause) {
-    if (cause != "filtered" && cause != "failed") {
-      throw py::value_error("cause='" + cause + "' is unknown; legal: filtered, failed");
-    }
-    const auto parsed = cause == "filtered" ? Withdrawal::kFiltered : Withdrawal::kFailed;
+    const Outcome parsed = parse("cause", cause, kWithdrawals);
     check(call([&](auto& core) { return core.withdraw(to_ticket(handle), parsed); }));
   }
 
-  py::object take(double timeout_s) {
+  py::object take(double timeout_s, std::uint32_t num_wanted) {
     GroupView group;
-    const bool is_there = retry(timeout_s, "the next prompt group",
+    const bool is_there = retry(timeout_s, "the next prompt group", Event::kPublished, num_wanted,
                                 [&](auto& core) { return core.try_take(&group); });
     if (!is_there) return py::none();
     return to_tuple(group);
@@ -169,15 +201,13 @@ class Buffer {
   }
 
   void release(const HandleTuple& handle, const std::string& outcome) {
-    if (outcome != "trained" && outcome != "rejected") {
-      throw py::value_error("outcome='" + outcome + "' is unknown; legal: trained, rejected");
-    }
-    const auto parsed = outcome == "trained" ? Outcome::kTrained : Outcome::kRejected;
+    const Outcome parsed = parse("outcome", outcome, kReleases);
     check(call([&](auto& core) { return core.release(to_handle(handle), parsed); }));
   }
 
   void evict(const HandleTuple& handle, const std::string& cause, bool requeue) {
-    check(call([&](auto& core) { return core.evict(to_handle(handle), cause, requeue); }));
+    const Outcome parsed = parse("cause", cause, kEvictions);
+    check(call([&](auto& core) { return core.evict(to_handle(handle), parsed, requeue); }));
   }
 
   py::tuple view(const HandleTuple& handle) {
@@ -194,22 +224,25 @@ class Buffer {
   }
 
   py::dict stats() {
-    Stats now;
-    check(call([&](auto& core) { return core.stats(&now); }));
-    py::dict out("num_slots"_a = now.num_slots, "num_credits_free"_a = now.num_credits_free,
-                 "num_admitted"_a = now.num_admitted, "num_trained"_a = now.num_trained,
-                 "num_rejected"_a = now.num_rejected, "num_filtered"_a = now.num_filtered,
-                 "num_failed"_a = now.num_failed, "num_evicted"_a = now.num_evicted,
-                 "num_in_flight"_a = now.num_in_flight, "num_writing"_a = now.num_writing,
-                 "num_ready"_a = now.num_ready, "num_leased"_a = now.num_leased,
-                 "num_requeued"_a = now.num_requeued, "bytes_used"_a = now.bytes_used,
-                 "bytes_capacity"_a = now.bytes_capacity, "trainer_version"_a = now.trainer_version,
-                 "engine_version"_a = now.engine_version, "staleness_bound"_a = now.staleness_bound,
-                 "max_staleness_seen"_a = now.max_staleness_seen);
-    for (const auto& [cause, num] : now.num_evicted_by_cause) {
-      out[py::str("num_evicted_" + cause)] = num;
-    }
-    return out;
+    const Stats now = call([](auto& core) { return core.stats(); });
+    const auto ended = [&](Outcome outcome) {
+      return now.num_ended[static_cast<std::size_t>(outcome)];
+    };
+    return py::dict(
+        "num_slots"_a = now.num_slots, "num_credits_free"_a = now.num_credits_free,
+        "num_admitted"_a = now.num_admitted, "num_trained"_a = ended(Outcome::kTrained),
+        "num_rejected"_a = ended(Outcome::kRejected), "num_filtered"_a = ended(Outcome::kFiltered),
+        "num_failed"_a = ended(Outcome::kFailed), "num_evicted"_a = now.num_evicted(),
+        "num_evicted_stale"_a = ended(Outcome::kEvictedStale),
+        "num_evicted_memory"_a = ended(Outcome::kEvictedMemory),
+        "num_evicted_abandoned"_a = ended(Outcome::kEvictedAbandoned),
+        "num_evicted_unwanted"_a = ended(Outcome::kEvictedUnwanted),
+        "num_in_flight"_a = now.num_in_flight, "num_writing"_a = now.num_writing,
+        "num_ready"_a = now.num_ready, "num_leased"_a = now.num_leased,
+        "num_requeued"_a = now.num_requeued, "bytes_used"_a = now.bytes_used,
+        "bytes_capacity"_a = now.bytes_capacity, "trainer_version"_a = now.trainer_version,
+        "engine_version"_a = now.engine_version, "staleness_bound"_a = now.staleness_bound,
+        "max_staleness_seen"_a = now.max_staleness_seen);
   }
 
   std::string describe() {
@@ -217,27 +250,36 @@ class Buffer {
   }
   void close() { core().close(); }
   bool is_closed() { return core().is_closed(); }
-  std::uint32_t num_changes() { return core().num_changes(); }
+  std::int64_t reclaim() {
+    return call([](auto& core) { return core.reclaim(); });
+  }
+  std::uint32_t num_published() { return core().num_published(); }
+  std::uint32_t num_freed() { return core().num_freed(); }
+  std::uint32_t num_wakes() { return core().num_wakes(); }
   void detach() { core_.reset(); }
   bool is_attached() const { return core_ != nullptr; }
 
-  // At most one slice; takes nothing, so that it may be abandoned at any time.
-  void wait(std::uint32_t seen) {
-    const std::shared_ptr<TrajectoryBuffer> core = core_;
-    if (core == nullptr) return;
-    const py::gil_scoped_release release;
-    core->wait(seen, kSlice);
-  }
+  // At most one slice each; they take nothing, so that they may be abandoned at any time.
+  void wait_published(std::uint32_t seen) { wait_slice(Event::kPublished, seen); }
+  void wait_freed(std::uint32_t seen) { wait_slice(Event::kFreed, seen); }
 
   const Settings& settings() { return core().settings(); }
   std::int64_t num_slots() { return core().num_slots(); }
   std::int64_t staleness_bound() { return core().staleness_bound(); }
 
  private:
+  void wait_slice(Event event, std::uint32_t seen) {
+    const std::shared_ptr<TrajectoryBuffer> held = core_;
+    if (held == nullptr) return;
+    const py::gil_scoped_release release;
+    wait(*held, event, seen, 1, kSlice);
+  }
+
   // Tries until it works (true), until the deadline (BufferTimeout), or, with a negative time,
-  // once (false).
+  // once (false). Between two tries it waits for `num_events` of `event`.
   template <typename Attempt>
-  bool retry(double timeout_s, const std::string& what, Attempt attempt) {
+  bool retry(double timeout_s, const std::string& what, Event event, std::uint32_t num_events,
+             Attempt attempt) {
     if (std::isnan(timeout_s) || timeout_s > kMaxTimeoutSeconds) {
       throw py::value_error("timeout_s=" + std::to_string(timeout_s) +
                             " must be a finite number of seconds: every wait has a deadline");
@@ -249,7 +291,7 @@ class Buffer {
         Clock::now() + std::chrono::duration_cast<Clock::duration>(
                            std::chrono::duration<double>(std::max(timeout_s, 0.0)));
     while (true) {
-      const std::uint32_t seen = held->num_changes();
+      const std::uint32_t seen = count(*held, event);
       const Status status = without_gil([&] { return attempt(*held); });
       if (status.code != Code::kWouldBlock) {
         check(status);
@@ -262,7 +304,7 @@ class Buffer {
                                                    ": " + held->describe()));
       }
       without_gil([&] {
-        held->wait(seen, std::min<Clock::duration>(left, kSlice));
+        wait(*held, event, seen, num_events, std::min<Clock::duration>(left, kSlice));
         return 0;
       });
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -309,7 +351,6 @@ void add_errors(py::module_& m) {
   add_error(m, "BufferClosed", base, "The buffer was closed, or this object detached from it.");
   add_error(m, "BufferTimeout", with(PyExc_TimeoutError),
             "A wait reached its deadline; the message says what for and the buffer's state.");
-  add_error(m, "BufferBroken", base, "A process died inside the buffer's lock.");
   add_error(m, "BufferForeign", base, "The shared memory is no buffer of this build.");
   add_error(m, "BufferNotFound", with(PyExc_FileNotFoundError), "No buffer of that name.");
   add_error(m, "BufferExists", with(PyExc_FileExistsError), "A buffer of that name is there.");
@@ -331,7 +372,7 @@ PYBIND11_MODULE(_buffer, m) {
       .def("reserve", &Buffer::reserve, "handle"_a, "num_bytes"_a, "max_segments"_a, "timeout_s"_a)
       .def("publish", &Buffer::publish, "handle"_a, "segments"_a)
       .def("withdraw", &Buffer::withdraw, "handle"_a, "cause"_a)
-      .def("take", &Buffer::take, "timeout_s"_a)
+      .def("take", &Buffer::take, "timeout_s"_a, "num_wanted"_a = 1)
       .def("put_back", &Buffer::put_back, "handle"_a)
       .def("release", &Buffer::release, "handle"_a, "outcome"_a)
       .def("evict", &Buffer::evict, "handle"_a, "cause"_a, "requeue"_a)
@@ -342,8 +383,12 @@ PYBIND11_MODULE(_buffer, m) {
       .def("describe", &Buffer::describe)
       .def("close", &Buffer::close)
       .def("detach", &Buffer::detach)
-      .def("wait", &Buffer::wait, "seen"_a)
-      .def_property_readonly("num_changes", &Buffer::num_changes)
+      .def("reclaim", &Buffer::reclaim)
+      .def("wait_published", &Buffer::wait_published, "seen"_a)
+      .def("wait_freed", &Buffer::wait_freed, "seen"_a)
+      .def_property_readonly("num_published", &Buffer::num_published)
+      .def_property_readonly("num_freed", &Buffer::num_freed)
+      .def_property_readonly("num_wakes", &Buffer::num_wakes)
       .def_property_readonly("is_closed", &Buffer::is_closed)
       .def_property_readonly("is_attached", &Buffer::is_attached)
       .def_property_readonly("num_slots", &Buffer::num_slots)

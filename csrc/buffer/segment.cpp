@@ -25,6 +25,7 @@ class File {
   File(const File&) = delete;
   File& operator=(const File&) = delete;
   int fd() const { return fd_; }
+  int take() { return std::exchange(fd_, -1); }
 
  private:
   int fd_;
@@ -62,10 +63,10 @@ unsigned long long num_free_bytes() {
   return static_cast<unsigned long long>(folder.f_bavail) * folder.f_frsize;
 }
 
-Status map(int fd, std::size_t num_bytes, int flags, std::shared_ptr<Segment>* out) {
-  void* data = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | flags, fd, 0);
+Status map(File& file, std::size_t num_bytes, int flags, std::shared_ptr<Segment>* out) {
+  void* data = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | flags, file.fd(), 0);
   if (data == MAP_FAILED) return system_error("mapping the trajectory buffer", errno);
-  *out = std::make_shared<Segment>(static_cast<std::byte*>(data), num_bytes);
+  *out = std::make_shared<Segment>(static_cast<std::byte*>(data), num_bytes, file.take());
   return Status::ok();
 }
 
@@ -76,7 +77,7 @@ Status Segment::create(const std::string& name, std::size_t num_bytes,
   if (Status status = check_name(name); !status.is_ok()) return status;
   if (num_bytes > num_free_bytes()) return no_memory(num_bytes, num_free_bytes());
   const std::string path = path_of(name);
-  const File file(::open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
+  File file(::open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
   if (file.fd() < 0 && errno == EEXIST) {
     return Status::error(Code::kExists, path +
                                             " is already there; choose another buffer name, or "
@@ -87,7 +88,7 @@ Status Segment::create(const std::string& name, std::size_t num_bytes,
   const int error = ::posix_fallocate(file.fd(), 0, static_cast<off_t>(num_bytes));
   Status status = error == ENOSPC ? no_memory(num_bytes, num_free_bytes())
                   : error != 0    ? system_error("allocating " + path, error)
-                                  : map(file.fd(), num_bytes, MAP_POPULATE, out);
+                                  : map(file, num_bytes, MAP_POPULATE, out);
   if (!status.is_ok()) ::unlink(path.c_str());
   return status;
 }
@@ -95,7 +96,7 @@ Status Segment::create(const std::string& name, std::size_t num_bytes,
 Status Segment::attach(const std::string& name, std::shared_ptr<Segment>* out) {
   if (Status status = check_name(name); !status.is_ok()) return status;
   const std::string path = path_of(name);
-  const File file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  File file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (file.fd() < 0 && errno == ENOENT) {
     return Status::error(Code::kNotFound, "there is no trajectory buffer '" + name + "' (" + path +
                                               "); it was never created or is already unlinked");
@@ -106,7 +107,7 @@ Status Segment::attach(const std::string& name, std::shared_ptr<Segment>* out) {
   if (info.st_size == 0) {
     return Status::error(Code::kForeign, path + " is empty: it is no trajectory buffer");
   }
-  return map(file.fd(), static_cast<std::size_t>(info.st_size), 0, out);
+  return map(file, static_cast<std::size_t>(info.st_size), 0, out);
 }
 
 Status Segment::unlink(const std::string& name) {
@@ -117,6 +118,9 @@ Status Segment::unlink(const std::string& name) {
   return Status::ok();
 }
 
-Segment::~Segment() { ::munmap(data_, num_bytes_); }
+Segment::~Segment() {
+  ::munmap(data_, num_bytes_);
+  if (fd_ >= 0) ::close(fd_);
+}
 
 }  // namespace asyncrl

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "buffer/status.h"
 
@@ -19,17 +20,21 @@ class Segment {
   // Removes the name; mappings stay valid until they end. No error when there is none.
   static Status unlink(const std::string& name);
 
-  Segment(std::byte* data, std::size_t num_bytes) : data_(data), num_bytes_(num_bytes) {}
+  Segment(std::byte* data, std::size_t num_bytes, int fd = -1)
+      : data_(data), num_bytes_(num_bytes), fd_(fd) {}
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
   std::byte* data() const { return data_; }
   std::size_t num_bytes() const { return num_bytes_; }
+  // The file's descriptor, which the caller then owns; -1 for memory without a file.
+  int take_fd() { return std::exchange(fd_, -1); }
 
  private:
   std::byte* data_;
   std::size_t num_bytes_;
+  int fd_;
 };
 
 }  // namespace asyncrl

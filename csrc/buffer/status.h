@@ -10,7 +10,6 @@ enum class Code {
   kOk,
   kWouldBlock,       // legal, but not now: wait for an event and try again
   kClosed,           // the buffer was closed
-  kBroken,           // a process died while it held the lock
   kInvalidArgument,  // the caller's value can never be right
   kStaleHandle,      // the ticket or lease was already used up
   kNotFound,         // no segment of that name

@@ -1,137 +1,82 @@
 #include "buffer/trajectory_buffer.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <new>
 
+#include "buffer/checks.h"
 #include "buffer/staleness.h"
 
 namespace asyncrl {
 
 namespace {
 
-constexpr char kMemoryCause[] = "memory";
-
-std::uint64_t segment_bytes(const Slot& slot) {
-  return align_up(slot.max_segments * sizeof(VersionSegment));
+std::uint64_t num_slots_of(const Settings& s) {
+  return static_cast<std::uint64_t>(
+      staleness::num_credits(s.staleness_threshold, s.groups_per_version));
 }
 
-Status invalid(std::string message) {
-  return Status::error(Code::kInvalidArgument, std::move(message));
+std::uint64_t table_bytes(std::uint64_t max_segments) {
+  return align_up(max_segments * sizeof(VersionSegment));
 }
 
-Status check_settings(const Settings& s) {
-  if (!std::isfinite(s.staleness_threshold) || s.staleness_threshold < 0) {
-    return invalid("staleness_threshold=" + std::to_string(s.staleness_threshold) +
-                   " must be finite and >= 0 (async.staleness_threshold)");
-  }
-  if (s.groups_per_version < 1) {
-    return invalid("groups_per_version=" + std::to_string(s.groups_per_version) +
-                   " must be >= 1 (mini_batch_groups x require_batches x "
-                   "trigger_parameter_sync_step)");
-  }
-  constexpr std::int64_t kMaxLookahead = std::int64_t{1} << 32;
-  if (s.lookahead < 0 || s.lookahead > kMaxLookahead) {
-    return invalid("lookahead=" + std::to_string(s.lookahead) + " must be in [0, " +
-                   std::to_string(kMaxLookahead) + "] (async.lookahead)");
-  }
-  if (s.first_prompt_index < 0) {
-    return invalid("first_prompt_index=" + std::to_string(s.first_prompt_index) + " must be >= 0");
-  }
-  constexpr std::uint64_t kMaxCapacity = std::uint64_t{1} << 46;
-  if (s.capacity_bytes < 4096 || s.capacity_bytes > kMaxCapacity) {
-    return invalid("capacity_bytes=" + std::to_string(s.capacity_bytes) + " must be in [4096, " +
-                   std::to_string(kMaxCapacity) + "] (buffer.capacity_bytes)");
-  }
-  const std::int64_t num_slots =
-      staleness::num_credits(s.staleness_threshold, s.groups_per_version);
-  if (num_slots > static_cast<std::int64_t>(kMaxSlots)) {
-    return invalid("staleness_threshold=" + std::to_string(s.staleness_threshold) +
-                   " and groups_per_version=" + std::to_string(s.groups_per_version) + " make " +
-                   std::to_string(num_slots) + " slots; at most " + std::to_string(kMaxSlots) +
-                   " are possible (lower async.staleness_threshold)");
-  }
-  return Status::ok();
+template <typename T>
+std::span<T> part(std::byte* memory, std::uint64_t offset, std::uint64_t n) {
+  return {std::launder(reinterpret_cast<T*>(memory + offset)), n};
 }
 
-Status check_segments(std::span<const VersionSegment> segments, std::int64_t trainer_version) {
-  for (std::size_t i = 0; i < segments.size(); ++i) {
-    const auto& [start, version] = segments[i];
-    const bool is_in_order = i == 0 ? start == 0 : start > segments[i - 1].token_start;
-    if (!is_in_order) {
-      return invalid("segments[" + std::to_string(i) + "] starts at token " +
-                     std::to_string(start) +
-                     "; the first must start at 0 and each other after the one before");
-    }
-    if (version < 0 || version > trainer_version) {
-      return invalid("segments[" + std::to_string(i) + "] has policy_version " +
-                     std::to_string(version) + "; versions that exist are 0 to " +
-                     std::to_string(trainer_version) + " (cut_version makes the next)");
-    }
-  }
-  return segments.empty() ? invalid("segments is empty; a group has at least one token")
-                          : Status::ok();
+template <typename T>
+void make(std::byte* memory, std::uint64_t offset, std::uint64_t n) {
+  std::uninitialized_value_construct_n(reinterpret_cast<T*>(memory + offset), n);
 }
 
 }  // namespace
 
-// Holds the lock for a scope and, if anything was changed in it, wakes waiters after it.
-class TrajectoryBuffer::Guard {
- public:
-  explicit Guard(Header* header, bool notifies = true)
-      : header_(header), is_locked_(header->mutex.lock()), notifies_(notifies) {}
-  ~Guard() {
-    if (!is_locked_) return;
-    header_->mutex.unlock();
-    if (notifies_) header_->changes.notify_all();
-  }
-  Guard(const Guard&) = delete;
-  Guard& operator=(const Guard&) = delete;
-
-  bool is_locked() const { return is_locked_; }
-  // Nothing was changed: a waiter that wakes others without need would keep them all awake.
-  void be_silent() { notifies_ = false; }
-
- private:
-  Header* header_;
-  bool is_locked_;
-  bool notifies_;
-};
-
 TrajectoryBuffer::TrajectoryBuffer(std::shared_ptr<Segment> segment)
     : segment_(std::move(segment)),
       header_(std::launder(reinterpret_cast<Header*>(segment_->data()))),
-      layout_(header_->num_slots, header_->settings.capacity_bytes) {}
+      layout_(header_->num_slots, header_->settings.capacity_bytes),
+      slots_(part<Slot>(segment_->data(), layout_.slots, header_->num_slots)),
+      order_(header_,
+             part<Atomic<std::uint64_t>>(segment_->data(), layout_.cells, layout_.num_cells),
+             slots_),
+      slab_(part<Atomic<std::uint64_t>>(segment_->data(), layout_.granules, layout_.num_granules),
+            slots_),
+      membership_(header_, segment_->take_fd()) {}
+
+std::uint64_t TrajectoryBuffer::num_bytes(const Settings& settings) {
+  return Layout(num_slots_of(settings), settings.capacity_bytes).total_bytes;
+}
+
+void TrajectoryBuffer::format(std::byte* memory, const Settings& settings) {
+  const std::uint64_t num_slots = num_slots_of(settings);
+  const Layout layout(num_slots, settings.capacity_bytes);
+  auto* header = new (memory) Header;
+  header->total_bytes = layout.total_bytes;
+  header->num_slots = num_slots;
+  header->settings = settings;
+  make<Slot>(memory, layout.slots, num_slots);
+  make<Atomic<std::uint64_t>>(memory, layout.cells, layout.num_cells);
+  make<Atomic<std::uint64_t>>(memory, layout.granules, layout.num_granules);
+  // [3] release: partner is [4].
+  header->magic.store(kMagic, std::memory_order_release);
+}
 
 Status TrajectoryBuffer::create(const std::string& name, const Settings& settings,
                                 std::shared_ptr<TrajectoryBuffer>* out) {
   if (Status status = check_settings(settings); !status.is_ok()) return status;
-  const auto num_slots = static_cast<std::uint64_t>(
-      staleness::num_credits(settings.staleness_threshold, settings.groups_per_version));
-  const Layout layout(num_slots, settings.capacity_bytes);
   std::shared_ptr<Segment> segment;
-  Status status = Segment::create(name, layout.total_bytes, &segment);
+  Status status = Segment::create(name, num_bytes(settings), &segment);
   if (!status.is_ok()) return status;
-  auto* header = new (segment->data()) Header;
-  header->total_bytes = layout.total_bytes;
-  header->num_slots = num_slots;
-  header->settings = settings;
-  header->ledger.next_prompt_index = settings.first_prompt_index;
-  for (std::uint64_t i = 0; i < num_slots; ++i) {
-    new (segment->data() + layout.slots + i * sizeof(Slot)) Slot{};
-  }
-  if (const int error = header->mutex.init(); error != 0) {
+  format(segment->data(), settings);
+  auto made = std::make_shared<TrajectoryBuffer>(std::move(segment));
+  status = made->membership_.status();
+  if (status.is_ok()) {
+    *out = std::move(made);
+  } else {
     (void)Segment::unlink(name);
-    return Status::error(Code::kSystem,
-                         std::string("creating the buffer's lock: ") + std::strerror(error));
   }
-  // [6] release: partner is [7].
-  header->magic.store(kMagic, std::memory_order_release);
-  *out = std::make_shared<TrajectoryBuffer>(std::move(segment));
-  return Status::ok();
+  return status;
 }
 
 Status TrajectoryBuffer::attach(const std::string& name, std::shared_ptr<TrajectoryBuffer>* out) {
@@ -143,7 +88,7 @@ Status TrajectoryBuffer::attach(const std::string& name, std::shared_ptr<Traject
     return Status::error(Code::kForeign, what + "is no trajectory buffer: it is too small");
   }
   const auto* header = reinterpret_cast<const Header*>(segment->data());
-  // [7] acquire: partner is [6].
+  // [4] acquire: partner is [3].
   if (header->magic.load(std::memory_order_acquire) != kMagic) {
     return Status::error(Code::kForeign, what + "is no trajectory buffer, or not yet a whole one");
   }
@@ -154,14 +99,15 @@ Status TrajectoryBuffer::attach(const std::string& name, std::shared_ptr<Traject
                              " (use one build of asyncrl in all processes)");
   }
   const bool is_whole = header->num_slots <= kMaxSlots &&
-                        Layout(header->num_slots, header->settings.capacity_bytes).total_bytes ==
-                            header->total_bytes &&
+                        check_settings(header->settings).is_ok() &&
+                        num_slots_of(header->settings) == header->num_slots &&
+                        num_bytes(header->settings) == header->total_bytes &&
                         header->total_bytes == segment->num_bytes();
   if (!is_whole) {
     return Status::error(Code::kForeign, what + "is damaged: its sizes contradict each other");
   }
   *out = std::make_shared<TrajectoryBuffer>(std::move(segment));
-  return Status::ok();
+  return (*out)->membership_.status();
 }
 
 std::int64_t TrajectoryBuffer::staleness_bound() const {
@@ -169,285 +115,216 @@ std::int64_t TrajectoryBuffer::staleness_bound() const {
 }
 
 Status TrajectoryBuffer::try_admit(Ticket* out) {
-  // Silent: an admission makes nothing possible for others.
-  Guard guard(header_, false);
-  if (Status status = enter(guard, false); !status.is_ok()) return status;
-  if (num_credits_free() == 0) return Status::error(Code::kWouldBlock, "");
-  Ledger& ledger = header_->ledger;
-  const auto all = slots();
-  const auto slot = std::find_if(all.begin(), all.end(), [](const Slot& s) {
-    return s.word.load().state == SlotState::kFree;
-  });
-  // A free credit means a free slot: every slot in use holds a credit.
-  slot->index = ledger.num_admitted++;
-  slot->position = ledger.next_position++;
-  slot->block_bytes = 0;
-  if (ledger.num_requeued > 0) {
-    slot->prompt_index = requeued()[ledger.requeue_head];
-    ledger.requeue_head = (ledger.requeue_head + 1) % num_slots();
-    --ledger.num_requeued;
-  } else {
-    slot->prompt_index = ledger.next_prompt_index++;
+  if (Status status = enter(false); !status.is_ok()) return status;
+  std::uint32_t number = 0;
+  SlotValue from;
+  if (!claim_requeued(&number, &from) && !claim_any(&number, &from)) {
+    return Status::error(Code::kWouldBlock, "");
   }
-  change(*slot, SlotState::kWriting);
-  const Handle handle{static_cast<std::uint32_t>(&*slot - all.data()),
-                      slot->word.load().generation};
-  *out = {handle, slot->index, slot->prompt_index, ledger.engine_version};
+  Slot& claimed = slot(number);
+  const SlotValue entering = claimed.word.load();
+  claimed.index.store(unassigned(entering.generation), std::memory_order_relaxed);
+  if (entering.state == SlotState::kEntering) {
+    claimed.prompt_index.store(unassigned(entering.generation), std::memory_order_relaxed);
+  }
+  claimed.max_segments.store(0, std::memory_order_relaxed);
+  claimed.num_deliveries.store(0, std::memory_order_relaxed);
+  if (!order_.enter(number, entering)) {
+    // Nobody has seen this generation, so it is as if it had not been.
+    claimed.word.change(entering, from);
+    // As [20]: others may have looked for the requeued prompt meanwhile.
+    if (from.state == SlotState::kRequeued) {
+      header_->num_requeues.fetch_add(1, std::memory_order_release);
+    }
+    return Status::error(Code::kWouldBlock, "");
+  }
+  *out = {{number, entering.generation},
+          claimed.index.load(std::memory_order_relaxed),
+          claimed.prompt_index.load(std::memory_order_relaxed),
+          // Read after the entry: the bound's proof needs the version of that moment, or a later
+          // one. Acquire: partner is [16].
+          header_->engine_version.load(std::memory_order_acquire)};
   return Status::ok();
 }
 
 Status TrajectoryBuffer::try_reserve(const Ticket& ticket, std::uint64_t num_bytes,
                                      std::uint64_t max_segments, std::span<std::byte>* out) {
-  Guard guard(header_);
-  if (Status status = enter(guard, false); !status.is_ok()) return status;
-  Slot* slot = nullptr;
-  Status status = find(ticket.handle, SlotState::kWriting, "ticket", &slot);
+  if (Status status = enter(false); !status.is_ok()) return status;
+  SlotValue writing;
+  Status status = find(ticket.handle, SlotState::kWriting, "ticket", &writing);
   if (!status.is_ok()) return status;
-  if (slot->block_bytes > 0) {
-    return invalid("group " + std::to_string(slot->index) + " has its memory already");
+  Slot& mine = slot(ticket.handle.slot);
+  const std::string group = "group " + std::to_string(mine.index.load(std::memory_order_relaxed));
+  if (mine.max_segments.load(std::memory_order_relaxed) > 0) {
+    return invalid(group + " has its memory already");
   }
-  const std::uint64_t capacity = settings().capacity_bytes;
-  const std::uint64_t most = std::min(num_bytes, capacity);
-  const std::uint64_t block_bytes =
-      align_up(std::min(max_segments, capacity) * sizeof(VersionSegment)) +
-      align_up(std::max<std::uint64_t>(most, 1));
-  if (num_bytes > capacity || max_segments > capacity || block_bytes > capacity) {
-    return invalid("group " + std::to_string(slot->index) + " needs " + std::to_string(num_bytes) +
-                   " bytes and " + std::to_string(max_segments) +
-                   " version segments; the buffer holds " + std::to_string(capacity) +
-                   " bytes in all; raise buffer.capacity_bytes");
+  if (max_segments < 1) return invalid("max_segments=0; a group has at least one version segment");
+  const std::uint64_t capacity = layout_.num_granules * layout_.granule_bytes;
+  const std::uint64_t block_bytes = table_bytes(std::min(max_segments, capacity)) +
+                                    align_up(std::clamp<std::uint64_t>(num_bytes, 1, capacity));
+  if (num_bytes > capacity || block_bytes > capacity) {
+    return invalid(group + " needs " + std::to_string(num_bytes) + " bytes and " +
+                   std::to_string(max_segments) + " version segments; the buffer holds " +
+                   std::to_string(capacity) + " bytes in all; raise buffer.capacity_bytes");
   }
-  std::uint64_t start = 0;
-  if (!make_room(*slot, block_bytes, &start)) {
-    guard.be_silent();
+  const auto num_granules =
+      static_cast<std::uint32_t>((block_bytes + layout_.granule_bytes - 1) / layout_.granule_bytes);
+  if (!slab_.claim(ticket.handle.slot, writing.generation, num_granules) &&
+      !make_room(ticket.handle.slot, writing, num_granules)) {
     return Status::error(Code::kWouldBlock, "");
   }
-  slot->block_start = start;
-  slot->block_bytes = block_bytes;
-  slot->max_segments = max_segments;
-  slot->payload_bytes = num_bytes;
-  *out = {arena() + start + segment_bytes(*slot), num_bytes};
+  mine.payload_bytes.store(num_bytes, std::memory_order_relaxed);
+  mine.max_segments.store(static_cast<std::uint32_t>(max_segments), std::memory_order_relaxed);
+  std::byte* block =
+      segment_->data() + layout_.arena + PayloadSlab::block_of(mine).first * layout_.granule_bytes;
+  *out = {block + table_bytes(max_segments), num_bytes};
   return Status::ok();
 }
 
 Status TrajectoryBuffer::publish(const Ticket& ticket, std::span<const VersionSegment> segments) {
-  Guard guard(header_);
-  if (Status status = enter(guard, false); !status.is_ok()) return status;
-  Slot* slot = nullptr;
-  Status status = find(ticket.handle, SlotState::kWriting, "ticket", &slot);
+  if (Status status = enter(false); !status.is_ok()) return status;
+  SlotValue writing;
+  Status status = find(ticket.handle, SlotState::kWriting, "ticket", &writing);
   if (!status.is_ok()) return status;
-  if (slot->block_bytes == 0) {
-    return invalid("group " + std::to_string(slot->index) + " has no memory; call reserve first");
+  Slot& mine = slot(ticket.handle.slot);
+  const std::string group = "group " + std::to_string(mine.index.load(std::memory_order_relaxed));
+  const std::uint32_t max_segments = mine.max_segments.load(std::memory_order_relaxed);
+  if (max_segments == 0) return invalid(group + " has no memory; call reserve first");
+  if (segments.size() > max_segments) {
+    return invalid(group + " has " + std::to_string(segments.size()) +
+                   " version segments, but max_segments=" + std::to_string(max_segments) +
+                   " were reserved");
   }
-  if (segments.size() > slot->max_segments) {
-    return invalid("group " + std::to_string(slot->index) + " has " +
-                   std::to_string(segments.size()) + " version segments, but max_segments=" +
-                   std::to_string(slot->max_segments) + " were reserved");
-  }
-  status = check_segments(segments, header_->ledger.trainer_version);
+  // Acquire: partner is [15].
+  status = check_segments(segments, header_->trainer_version.load(std::memory_order_acquire));
   if (!status.is_ok()) return status;
-  std::memcpy(arena() + slot->block_start, segments.data(), segments.size_bytes());
+  std::memcpy(
+      segment_->data() + layout_.arena + PayloadSlab::block_of(mine).first * layout_.granule_bytes,
+      segments.data(), segments.size_bytes());
   const auto [oldest, newest] = std::minmax_element(
       segments.begin(), segments.end(),
       [](const auto& a, const auto& b) { return a.policy_version < b.policy_version; });
-  slot->num_segments = segments.size();
-  slot->min_version = oldest->policy_version;
-  slot->max_version = newest->policy_version;
-  change(*slot, SlotState::kReady);
+  mine.num_segments.store(static_cast<std::uint32_t>(segments.size()), std::memory_order_relaxed);
+  mine.min_version.store(oldest->policy_version, std::memory_order_relaxed);
+  mine.max_version.store(newest->policy_version, std::memory_order_relaxed);
+  if (!mine.word.change(writing, writing.with(SlotState::kReady, 0))) {
+    return find(ticket.handle, SlotState::kWriting, "ticket", &writing);
+  }
+  header_->published.notify();
   return Status::ok();
 }
 
-Status TrajectoryBuffer::withdraw(const Ticket& ticket, Withdrawal cause) {
-  Guard guard(header_);
-  if (Status status = enter(guard, true); !status.is_ok()) return status;
-  Slot* slot = nullptr;
-  Status status = find(ticket.handle, SlotState::kWriting, "ticket", &slot);
-  if (!status.is_ok()) return status;
-  Ledger& ledger = header_->ledger;
-  ++(cause == Withdrawal::kFiltered ? ledger.num_filtered : ledger.num_failed);
-  leave_order(*slot);
-  free_slot(*slot);
-  return Status::ok();
+Status TrajectoryBuffer::withdraw(const Ticket& ticket, Outcome outcome) {
+  return end("ticket", ticket.handle, SlotState::kWriting, SlotState::kFree, outcome);
 }
 
 Status TrajectoryBuffer::try_take(GroupView* out) {
-  Guard guard(header_);
-  if (Status status = enter(guard, false); !status.is_ok()) return status;
-  const Slot* oldest = oldest_untaken();
-  Slot* chosen = nullptr;
-  for (Slot& slot : slots()) {
-    if (slot.word.load().state != SlotState::kReady) continue;
-    if (!staleness::may_take(slot.position, oldest->position, settings().lookahead)) continue;
-    if (chosen == nullptr || slot.position < chosen->position) chosen = &slot;
-  }
-  if (chosen == nullptr) {
-    guard.be_silent();
-    return Status::error(Code::kWouldBlock, "");
-  }
-  change(*chosen, SlotState::kReading);
-  Ledger& ledger = header_->ledger;
-  ledger.max_staleness_seen = std::max(
-      ledger.max_staleness_seen, staleness::of_token(ledger.trainer_version, chosen->min_version));
-  *out = view_of(static_cast<std::uint32_t>(chosen - slots().data()));
+  if (Status status = enter(false); !status.is_ok()) return status;
+  std::uint32_t number = 0;
+  SlotValue reading;
+  std::int64_t trainer_version = 0;
+  if (!take_next(&number, &reading, &trainer_version)) return Status::error(Code::kWouldBlock, "");
+  *out = view_of(number, reading);
+  raise_to(header_->max_staleness_seen, staleness::of_token(trainer_version, out->min_version),
+           std::memory_order_relaxed);
   return Status::ok();
 }
 
 Status TrajectoryBuffer::put_back(Handle handle) {
-  Guard guard(header_);
-  if (Status status = enter(guard, true); !status.is_ok()) return status;
-  Slot* slot = nullptr;
-  Status status = find(handle, SlotState::kReading, "lease", &slot);
-  if (status.is_ok()) change(*slot, SlotState::kReady);
-  return status;
+  if (Status status = enter(true); !status.is_ok()) return status;
+  SlotValue reading;
+  Status status = find(handle, SlotState::kReading, "lease", &reading);
+  if (!status.is_ok()) return status;
+  if (!return_lease(handle.slot, reading)) {
+    return find(handle, SlotState::kReading, "lease", &reading);
+  }
+  return Status::ok();
 }
 
 Status TrajectoryBuffer::release(Handle handle, Outcome outcome) {
-  Guard guard(header_);
-  if (Status status = enter(guard, true); !status.is_ok()) return status;
-  Slot* slot = nullptr;
-  Status status = find(handle, SlotState::kReading, "lease", &slot);
-  if (!status.is_ok()) return status;
-  Ledger& ledger = header_->ledger;
-  ++(outcome == Outcome::kTrained ? ledger.num_trained : ledger.num_rejected);
-  free_slot(*slot);
-  return Status::ok();
+  return end("lease", handle, SlotState::kReading, SlotState::kSpent, outcome);
 }
 
-Status TrajectoryBuffer::evict(Handle handle, std::string_view cause, bool is_requeued) {
-  Guard guard(header_);
-  if (Status status = enter(guard, true); !status.is_ok()) return status;
-  Slot* slot = nullptr;
-  Status status = find(handle, SlotState::kReading, "lease", &slot);
-  if (!status.is_ok()) return status;
-  Cause* counted = find_cause(cause);
-  if (counted == nullptr) {
-    return invalid("cause='" + std::string(cause) + "' cannot be counted; legal: 1 to " +
-                   std::to_string(kMaxCauseLength) + " characters, and at most " +
-                   std::to_string(kMaxCauses) + " different causes in the buffer's life");
-  }
-  count_eviction(*slot, *counted, is_requeued);
-  return Status::ok();
+Status TrajectoryBuffer::evict(Handle handle, Outcome cause, bool is_requeued) {
+  const SlotState next = is_requeued ? SlotState::kRequeued : SlotState::kFree;
+  return end("lease", handle, SlotState::kReading, next, cause);
 }
 
 Status TrajectoryBuffer::view(Handle handle, GroupView* out) {
-  Guard guard(header_, false);
-  if (Status status = enter(guard, true); !status.is_ok()) return status;
-  Slot* slot = nullptr;
-  Status status = find(handle, SlotState::kReading, "lease", &slot);
-  if (status.is_ok()) *out = view_of(handle.slot);
-  return status;
+  if (Status status = enter(true); !status.is_ok()) return status;
+  SlotValue reading;
+  Status status = find(handle, SlotState::kReading, "lease", &reading);
+  if (!status.is_ok()) return status;
+  *out = view_of(handle.slot, reading);
+  // What was read belongs to the lease only if it has not ended meanwhile.
+  return find(handle, SlotState::kReading, "lease", &reading);
 }
 
 Status TrajectoryBuffer::cut_version(std::int64_t version) {
-  Guard guard(header_);
-  if (Status status = enter(guard, true); !status.is_ok()) return status;
-  Ledger& ledger = header_->ledger;
-  if (version != ledger.trainer_version + 1) {
-    return invalid("cut_version(" + std::to_string(version) + ") must be called with version " +
-                   std::to_string(ledger.trainer_version + 1) +
-                   ": the trainer's next, one at a time");
+  if (Status status = enter(true); !status.is_ok()) return status;
+  std::int64_t expected = version - 1;
+  // [15] acquire-release: who sees the version sees what was released before it.
+  if (header_->trainer_version.compare_exchange_strong(expected, version, std::memory_order_acq_rel,
+                                                       std::memory_order_acquire)) {
+    return Status::ok();
   }
-  constexpr auto kMaxAhead = static_cast<std::int64_t>(kMaxUnloadedVersions);
-  if (version - ledger.engine_version > kMaxAhead) {
-    return invalid("cut_version(" + std::to_string(version) + ") is more than " +
-                   std::to_string(kMaxAhead) + " versions ahead of the engines, which hold " +
-                   std::to_string(ledger.engine_version) + "; call set_version when they load one");
-  }
-  ledger.trainer_version = version;
-  ledger.num_consumed_at_cut[static_cast<std::size_t>(version) % kMaxUnloadedVersions] =
-      num_consumed();
-  return Status::ok();
+  return invalid("cut_version(" + std::to_string(version) + ") must be called with version " +
+                 std::to_string(expected + 1) + ", one above the trainer's");
 }
 
 Status TrajectoryBuffer::set_version(std::int64_t version) {
-  Guard guard(header_);
-  if (Status status = enter(guard, true); !status.is_ok()) return status;
-  Ledger& ledger = header_->ledger;
-  if (version < ledger.engine_version || version > ledger.trainer_version) {
-    return invalid("set_version(" + std::to_string(version) +
-                   ") is not possible: engines may move to versions " +
-                   std::to_string(ledger.engine_version) + " to " +
-                   std::to_string(ledger.trainer_version) + ", those that cut_version made");
-  }
-  if (version == ledger.engine_version) return Status::ok();
-  ledger.engine_version = version;
-  ledger.num_consumed_returned =
-      ledger.num_consumed_at_cut[static_cast<std::size_t>(version) % kMaxUnloadedVersions];
+  if (Status status = enter(true); !status.is_ok()) return status;
+  const std::int64_t newest = header_->trainer_version.load(std::memory_order_acquire);
+  std::int64_t now = header_->engine_version.load(std::memory_order_acquire);
+  do {
+    if (version < now || version > newest) {
+      return invalid("set_version(" + std::to_string(version) +
+                     ") is not possible: engines may move to versions " + std::to_string(now) +
+                     " to " + std::to_string(newest) + ", those that cut_version made");
+    }
+    // [16] acquire-release: who admits at this version sees the slots that it frees.
+  } while (now != version &&
+           !header_->engine_version.compare_exchange_strong(now, version, std::memory_order_acq_rel,
+                                                            std::memory_order_acquire));
+  header_->freed.notify();
   return Status::ok();
-}
-
-Status TrajectoryBuffer::stats(Stats* out) {
-  Guard guard(header_, false);
-  if (Status status = enter(guard, true); !status.is_ok()) return status;
-  *out = count();
-  return Status::ok();
-}
-
-std::string TrajectoryBuffer::describe() {
-  Guard guard(header_, false);
-  if (Status status = enter(guard, true); !status.is_ok()) return status.message;
-  const Stats now = count();
-  std::string text = std::to_string(now.num_credits_free) + " of " + std::to_string(now.num_slots) +
-                     " slot credits free (" +
-                     std::to_string(num_consumed() - header_->ledger.num_consumed_returned) +
-                     " wait for set_version); ";
-  const Slot* oldest = oldest_untaken();
-  if (oldest == nullptr) {
-    text += "no group waits to be taken; ";
-  } else {
-    const SlotValue value = oldest->word.load();
-    text += "oldest unconsumed group is " + std::to_string(oldest->index) + " (prompt " +
-            std::to_string(oldest->prompt_index) + "), " + to_string(value.state) + " by process " +
-            std::to_string(value.owner) + "; ";
-  }
-  return text + std::to_string(now.num_writing) + " being written, " +
-         std::to_string(now.num_ready) + " ready, " + std::to_string(now.num_leased) + " leased; " +
-         std::to_string(now.bytes_used) + " of " + std::to_string(now.bytes_capacity) +
-         " bytes used; trainer at version " + std::to_string(now.trainer_version) +
-         ", engines at " + std::to_string(now.engine_version);
 }
 
 void TrajectoryBuffer::close() {
-  // [8] release: partner is [9].
+  // [17] release: partner is [18].
   header_->is_closed.store(1, std::memory_order_release);
-  header_->changes.notify_all();
+  header_->published.notify_all();
+  header_->freed.notify_all();
 }
 
 bool TrajectoryBuffer::is_closed() const {
-  // [9] acquire: partner is [8].
+  // [18] acquire: partner is [17].
   return header_->is_closed.load(std::memory_order_acquire) != 0;
 }
 
-std::span<Slot> TrajectoryBuffer::slots() const {
-  return {reinterpret_cast<Slot*>(segment_->data() + layout_.slots), header_->num_slots};
-}
-
-std::int64_t* TrajectoryBuffer::requeued() const {
-  return reinterpret_cast<std::int64_t*>(segment_->data() + layout_.requeued);
-}
-
-std::byte* TrajectoryBuffer::arena() const { return segment_->data() + layout_.arena; }
-
-Status TrajectoryBuffer::enter(const Guard& guard, bool even_if_closed) const {
-  if (!guard.is_locked()) {
-    return Status::error(Code::kBroken,
-                         "a process died inside the trajectory buffer's lock, which may have left "
-                         "it half changed; end the run and create a new buffer");
+void TrajectoryBuffer::wait_published(std::uint32_t seen, std::uint32_t num_events,
+                                      std::chrono::nanoseconds timeout) {
+  if (!header_->published.wait(seen, std::min(num_events, EventCount::kMaxEvents), timeout)) {
+    reclaim();
   }
+}
+
+void TrajectoryBuffer::wait_freed(std::uint32_t seen, std::chrono::nanoseconds timeout) {
+  if (!header_->freed.wait(seen, 1, timeout)) reclaim();
+}
+
+Status TrajectoryBuffer::enter(bool even_if_closed) const {
   if (!even_if_closed && is_closed()) {
     return Status::error(Code::kClosed, "the trajectory buffer is closed");
   }
-  return Status::ok();
+  return membership_.status();
 }
 
-Status TrajectoryBuffer::find(Handle handle, SlotState state, const char* what, Slot** out) const {
-  if (handle.slot < header_->num_slots) {
-    Slot& slot = slots()[handle.slot];
-    const SlotValue value = slot.word.load();
-    if (value.generation == handle.generation && value.state == state) {
-      *out = &slot;
-      return Status::ok();
-    }
+Status TrajectoryBuffer::find(Handle handle, SlotState state, const char* what,
+                              SlotValue* out) const {
+  if (handle.slot < slots_.size()) {
+    *out = slot(handle.slot).word.load();
+    if (out->generation == handle.generation && out->state == state) return Status::ok();
   }
   return Status::error(Code::kStaleHandle,
                        std::string("the ") + what + " for slot " + std::to_string(handle.slot) +
@@ -456,155 +333,162 @@ Status TrajectoryBuffer::find(Handle handle, SlotState state, const char* what, 
                            "withdraw, release, evict or put_back");
 }
 
-void TrajectoryBuffer::change(Slot& slot, SlotState state) {
-  const SlotValue from = slot.word.load();
-  const std::uint32_t owner = state == SlotState::kFree || state == SlotState::kReady
-                                  ? 0
-                                  : static_cast<std::uint32_t>(::getpid());
-  const bool is_new_use = from.state == SlotState::kFree;
-  // Cannot fail: words change only under the lock.
-  slot.word.change(from, {from.generation + is_new_use, owner, state});
+// A credit is free when its slot is, or once engines hold what was trained on its last group.
+bool TrajectoryBuffer::is_admissible(const Slot& candidate, SlotValue value) const {
+  if (value.state != SlotState::kSpent) return is_unused(value.state);
+  // Acquire: partner is [16].
+  return candidate.returns_at.load(std::memory_order_relaxed) <=
+         header_->engine_version.load(std::memory_order_acquire);
 }
 
-void TrajectoryBuffer::free_slot(Slot& slot) {
-  slot.block_bytes = 0;
-  change(slot, SlotState::kFree);
+bool TrajectoryBuffer::try_claim(std::uint32_t number, SlotValue* from) {
+  Slot& candidate = slot(number);
+  *from = candidate.word.load();
+  if (!is_admissible(candidate, *from)) return false;
+  candidate.books.fold(*from);
+  SlotValue entering;
+  entering.generation = from->generation + 1;
+  entering.owner = membership_.id();
+  entering.state =
+      from->state == SlotState::kRequeued ? SlotState::kReentering : SlotState::kEntering;
+  return candidate.word.change(*from, entering);
 }
 
-void TrajectoryBuffer::leave_order(Slot& slot) {
-  for (Slot& other : slots()) {
-    if (other.position > slot.position) --other.position;
-  }
-  --header_->ledger.next_position;
-}
-
-void TrajectoryBuffer::requeue(std::int64_t prompt_index) {
-  Ledger& ledger = header_->ledger;
-  // Never full: prompts here and groups in flight are at most num_slots together.
-  requeued()[(ledger.requeue_head + ledger.num_requeued++) % num_slots()] = prompt_index;
-}
-
-Cause* TrajectoryBuffer::find_cause(std::string_view name) {
-  if (name.empty() || name.size() > kMaxCauseLength) return nullptr;
-  for (Cause& cause : header_->ledger.causes) {
-    if (cause.name[0] == '\0') name.copy(cause.name, kMaxCauseLength);
-    if (name == cause.name) return &cause;
-  }
-  return nullptr;
-}
-
-void TrajectoryBuffer::count_eviction(Slot& slot, Cause& cause, bool is_requeued) {
-  ++cause.num_evicted;
-  ++header_->ledger.num_evicted;
-  leave_order(slot);
-  if (is_requeued) requeue(slot.prompt_index);
-  free_slot(slot);
-}
-
-Slot* TrajectoryBuffer::oldest_untaken() const {
-  Slot* oldest = nullptr;
-  for (Slot& slot : slots()) {
-    const SlotState state = slot.word.load().state;
-    if (state != SlotState::kWriting && state != SlotState::kReady) continue;
-    if (oldest == nullptr || slot.position < oldest->position) oldest = &slot;
-  }
-  return oldest;
-}
-
-std::int64_t TrajectoryBuffer::num_consumed() const {
-  return header_->ledger.num_trained + header_->ledger.num_rejected;
-}
-
-std::int64_t TrajectoryBuffer::num_credits_free() const {
-  const auto all = slots();
-  const auto num_in_flight = std::count_if(all.begin(), all.end(), [](const Slot& slot) {
-    return slot.word.load().state != SlotState::kFree;
-  });
-  return num_slots() - num_in_flight - (num_consumed() - header_->ledger.num_consumed_returned);
-}
-
-// First fit between the blocks in use: memory that was touched last is used again first.
-bool TrajectoryBuffer::find_room(std::uint64_t num_bytes, bool without_ready,
-                                 std::uint64_t* start) const {
-  std::vector<std::pair<std::uint64_t, std::uint64_t>> blocks;
-  for (const Slot& slot : slots()) {
-    const SlotState state = slot.word.load().state;
-    if (state == SlotState::kFree || slot.block_bytes == 0) continue;
-    if (without_ready && state == SlotState::kReady) continue;
-    blocks.emplace_back(slot.block_start, slot.block_bytes);
-  }
-  std::sort(blocks.begin(), blocks.end());
-  blocks.emplace_back(settings().capacity_bytes, 0);
-  std::uint64_t end = 0;
-  for (const auto& [block_start, block_bytes] : blocks) {
-    if (block_start - end >= num_bytes) {
-      *start = end;
-      return true;
+// Prompts that were evicted come before new ones, the oldest first.
+bool TrajectoryBuffer::claim_requeued(std::uint32_t* number, SlotValue* from) {
+  while (true) {
+    // [19] acquire: partner is [20]; whoever sees the count sees the slot in kRequeued.
+    const std::uint32_t num_requeues = header_->num_requeues.load(std::memory_order_acquire);
+    // Relaxed: a count that is too low costs a look at all slots.
+    if (num_requeues == num_requeues_seen_.load(std::memory_order_relaxed)) return false;
+    const Slot* oldest = nullptr;
+    for (const Slot& other : slots_) {
+      if (other.word.load().state != SlotState::kRequeued) continue;
+      if (oldest == nullptr || other.prompt_index.load(std::memory_order_relaxed) <
+                                   oldest->prompt_index.load(std::memory_order_relaxed)) {
+        oldest = &other;
+      }
     }
-    end = block_start + block_bytes;
+    if (oldest == nullptr) {
+      num_requeues_seen_.store(num_requeues, std::memory_order_relaxed);
+      return false;
+    }
+    *number = static_cast<std::uint32_t>(oldest - slots_.data());
+    if (try_claim(*number, from)) return true;
+  }
+}
+
+bool TrajectoryBuffer::claim_any(std::uint32_t* number, SlotValue* from) {
+  // Relaxed: a hint.
+  const std::uint32_t first = header_->next_slot.load(std::memory_order_relaxed);
+  const auto num_slots = static_cast<std::uint32_t>(slots_.size());
+  for (std::uint32_t i = 0; i < num_slots; ++i) {
+    *number = (first + i) % num_slots;
+    if (!try_claim(*number, from)) continue;
+    header_->next_slot.store((*number + 1) % num_slots, std::memory_order_relaxed);
+    return true;
   }
   return false;
 }
 
-bool TrajectoryBuffer::make_room(const Slot& slot, std::uint64_t num_bytes, std::uint64_t* start) {
-  if (find_room(num_bytes, false, start)) return true;
-  if (&slot != oldest_untaken() || !find_room(num_bytes, true, start)) return false;
-  Cause* cause = find_cause(kMemoryCause);
-  if (cause == nullptr) return false;
-  while (!find_room(num_bytes, false, start)) {
-    Slot* youngest = nullptr;
-    for (Slot& other : slots()) {
-      if (other.word.load().state != SlotState::kReady) continue;
-      if (youngest == nullptr || other.position > youngest->position) youngest = &other;
+// Takes the oldest group, or a ready one that has at most `lookahead` groups of the order, taken or
+// not, between itself and the oldest.
+bool TrajectoryBuffer::take_next(std::uint32_t* number, SlotValue* reading,
+                                 std::int64_t* trainer_version) {
+  while (true) {
+    // Before the exchange: after it, others may take more, train it and cut versions.
+    *trainer_version = header_->trainer_version.load(std::memory_order_acquire);
+    const std::optional<std::int64_t> oldest = order_.oldest_untaken();
+    if (!oldest) return false;
+    bool has_raced = false;
+    std::int64_t distance = 0;
+    for (std::int64_t index = *oldest; index < order_.end(); ++index) {
+      const std::optional<OrderRing::Cell> cell = order_.at(index);
+      if (!cell || (cell->has_left && index > *oldest)) continue;
+      if (!staleness::may_take(distance++, 0, settings().lookahead)) break;
+      const SlotValue ready = slot(cell->slot).word.load();
+      if (ready.generation != cell->generation || ready.state != SlotState::kReady) continue;
+      *number = cell->slot;
+      *reading = ready.with(SlotState::kReading, membership_.id());
+      if (slot(cell->slot).word.change(ready, *reading)) return true;
+      has_raced = true;
     }
-    change(*youngest, SlotState::kEvicted);
-    count_eviction(*youngest, *cause, true);
+    if (!has_raced) return false;
+  }
+}
+
+// Lets the oldest untaken group have the memory of the youngest ready ones.
+bool TrajectoryBuffer::make_room(std::uint32_t number, SlotValue writing,
+                                 std::uint32_t num_granules) {
+  const std::int64_t index = slot(number).index.load(std::memory_order_relaxed);
+  if (order_.oldest_untaken() != index || !slab_.could_have(num_granules)) return false;
+  bool has_evicted = true;
+  while (!slab_.claim(number, writing.generation, num_granules)) {
+    if (!has_evicted) return false;
+    has_evicted = evict_youngest_ready(index);
   }
   return true;
 }
 
-GroupView TrajectoryBuffer::view_of(std::uint32_t slot_number) const {
-  const Slot& slot = slots()[slot_number];
-  const std::byte* block = arena() + slot.block_start;
-  return {{slot_number, slot.word.load().generation},
-          slot.index,
-          slot.prompt_index,
-          slot.min_version,
-          slot.max_version,
-          {block + segment_bytes(slot), slot.payload_bytes},
-          {reinterpret_cast<const VersionSegment*>(block), slot.num_segments}};
+bool TrajectoryBuffer::evict_youngest_ready(std::int64_t after) {
+  for (std::int64_t index = order_.end() - 1; index > after; --index) {
+    const std::optional<OrderRing::Cell> cell = order_.at(index);
+    if (!cell) continue;
+    const SlotValue ready = slot(cell->slot).word.load();
+    if (ready.generation != cell->generation || ready.state != SlotState::kReady) continue;
+    if (end_use(cell->slot, ready, SlotState::kRequeued, Outcome::kEvictedMemory)) return true;
+  }
+  return false;
 }
 
-Stats TrajectoryBuffer::count() const {
-  const Ledger& ledger = header_->ledger;
-  Stats out;
-  out.num_slots = num_slots();
-  out.num_credits_free = num_credits_free();
-  out.num_admitted = ledger.num_admitted;
-  out.num_trained = ledger.num_trained;
-  out.num_rejected = ledger.num_rejected;
-  out.num_filtered = ledger.num_filtered;
-  out.num_failed = ledger.num_failed;
-  out.num_evicted = ledger.num_evicted;
-  out.num_requeued = ledger.num_requeued;
-  out.bytes_capacity = static_cast<std::int64_t>(settings().capacity_bytes);
-  out.trainer_version = ledger.trainer_version;
-  out.engine_version = ledger.engine_version;
-  out.staleness_bound = staleness_bound();
-  out.max_staleness_seen = ledger.max_staleness_seen;
-  for (const Slot& slot : slots()) {
-    const SlotState state = slot.word.load().state;
-    if (state == SlotState::kFree) continue;
-    ++out.num_in_flight;
-    out.num_writing += state == SlotState::kWriting;
-    out.num_ready += state == SlotState::kReady;
-    out.num_leased += state == SlotState::kReading;
-    out.bytes_used += static_cast<std::int64_t>(slot.block_bytes);
+Status TrajectoryBuffer::end(const char* what, Handle handle, SlotState state, SlotState next,
+                             Outcome outcome) {
+  if (Status status = enter(true); !status.is_ok()) return status;
+  SlotValue value;
+  Status status = find(handle, state, what, &value);
+  if (status.is_ok() && !end_use(handle.slot, value, next, outcome)) {
+    status = find(handle, state, what, &value);
   }
-  for (const Cause& cause : ledger.causes) {
-    if (cause.name[0] != '\0') out.num_evicted_by_cause.emplace_back(cause.name, cause.num_evicted);
+  return status;
+}
+
+// Ends a use that is in the order. False if its word is no longer `from`.
+bool TrajectoryBuffer::end_use(std::uint32_t number, SlotValue from, SlotState next,
+                               Outcome outcome) {
+  Slot& ended = slot(number);
+  const std::int64_t index = ended.index.load(std::memory_order_relaxed);
+  if (next == SlotState::kSpent) {
+    // Acquire: partner is [15]. Cut meanwhile, the version may count this group or not.
+    const std::int64_t trained = header_->trainer_version.load(std::memory_order_acquire) + 1;
+    ended.returns_at.store(trained, std::memory_order_relaxed);
   }
-  return out;
+  if (!ended.word.change(from, from.ended(next, outcome))) return false;
+  if (next == SlotState::kRequeued) {
+    // [20] release: partner is [19].
+    header_->num_requeues.fetch_add(1, std::memory_order_release);
+  }
+  if (next != SlotState::kSpent) {
+    order_.leave(index, number, from.generation);
+    // The groups behind it moved up.
+    header_->published.notify_all();
+  }
+  header_->freed.notify();
+  return true;
+}
+
+GroupView TrajectoryBuffer::view_of(std::uint32_t number, SlotValue value) const {
+  // Relaxed, all: the word orders them.
+  const auto get = [](const auto& field) { return field.load(std::memory_order_relaxed); };
+  const Slot& held = slot(number);
+  const std::byte* block =
+      segment_->data() + layout_.arena + PayloadSlab::block_of(held).first * layout_.granule_bytes;
+  return {{number, value.generation},
+          get(held.index),
+          get(held.prompt_index),
+          get(held.min_version),
+          get(held.max_version),
+          {block + table_bytes(get(held.max_segments)), get(held.payload_bytes)},
+          {reinterpret_cast<const VersionSegment*>(block), get(held.num_segments)}};
 }
 
 }  // namespace asyncrl

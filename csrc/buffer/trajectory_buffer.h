@@ -1,22 +1,21 @@
 // Whole prompt groups through shared memory, in admission order, with bounded staleness.
 //
 //             admit              reserve, publish             take                release
-//   credits ---------> WRITING ------------------> READY -------------> READING ----------+
-//      ^                  |                          |                     | evict        |
-//      |    withdraw      |     room for the oldest  |                     |              v
-//      +------------------+--------------------------+---------------------+     trained, rejected
-//      |                                                                                  |
-//      +------------------------ set_version: engines hold the version cut after it ------+
+//   FREE, ----------> WRITING ------------------> READY -------------> READING ----------+
+//   SPENT or             |                          |                     | evict        |
+//   REQUEUED             | withdraw                 | room for the oldest  |              v
+//      ^                 v                          v                     v     SPENT: trained or
+//      +-------------- FREE ------------------- REQUEUED -----------------+     rejected
+//      |                                                                                 |
+//      +------------------- set_version: engines hold the version cut after it ----------+
 //
-// A slot's memory is free at its release; its credit comes back only with the version trained on
-// it. That is what bounds staleness: see staleness.h.
+// A slot is a credit. Its memory is free at the release; it may be admitted again only with the
+// version trained on it. That is what bounds staleness: see staleness.h.
 //
-// Progress. All methods but `is_closed`, `num_changes` and `wait` take one robust lock between
-// processes for a time that grows with the number of slots (`close` and the payload's reading and
-// writing do not take it): they are blocking, not lock-free. A process that dies inside the lock
-// breaks the buffer: every call then answers kBroken. One that dies with a ticket or a lease
-// leaves its slot behind; waits for it end at their deadline with a message that names it. Nothing
-// here reclaims such slots, saves a checkpoint or spans two machines.
+// Progress. Any process may be stopped or killed at any instruction and the others go on: every
+// method but `wait_*` is lock-free (some call somewhere completes), most are wait-free up to the
+// scan of the slots; each says which. System calls are made only by `reclaim`, by waiting and by
+// waking. What a dead process left behind is reclaimed by whoever waits next.
 #pragma once
 
 #include <chrono>
@@ -30,6 +29,9 @@
 #include <vector>
 
 #include "buffer/layout.h"
+#include "buffer/membership.h"
+#include "buffer/order_ring.h"
+#include "buffer/payload_slab.h"
 #include "buffer/segment.h"
 #include "buffer/status.h"
 
@@ -44,7 +46,7 @@ struct Handle {
 // The right and duty to fill one slot.
 struct Ticket {
   Handle handle;
-  std::int64_t index = 0;           // number of the admission
+  std::int64_t index = 0;           // place in the admission order
   std::int64_t prompt_index = 0;    // which prompt to roll out
   std::int64_t policy_version = 0;  // that all engines held at admission
 };
@@ -60,19 +62,14 @@ struct GroupView {
   std::span<const VersionSegment> segments;
 };
 
-enum class Withdrawal { kFiltered, kFailed };
-enum class Outcome { kTrained, kRejected };
-
+// Each slot is counted at one moment; one slot's moment is not another's.
 struct Stats {
   std::int64_t num_slots = 0;  // C, the number of credits
   std::int64_t num_credits_free = 0;
+  std::int64_t num_credits_spent = 0;  // wait for set_version
   std::int64_t num_admitted = 0;
-  std::int64_t num_trained = 0;
-  std::int64_t num_rejected = 0;
-  std::int64_t num_filtered = 0;
-  std::int64_t num_failed = 0;
-  std::int64_t num_evicted = 0;
-  std::int64_t num_in_flight = 0;  // counted slot by slot
+  std::int64_t num_ended[kNumOutcomes] = {};  // by Outcome
+  std::int64_t num_in_flight = 0;
   std::int64_t num_writing = 0;
   std::int64_t num_ready = 0;
   std::int64_t num_leased = 0;
@@ -83,7 +80,8 @@ struct Stats {
   std::int64_t engine_version = 0;
   std::int64_t staleness_bound = 0;
   std::int64_t max_staleness_seen = 0;
-  std::vector<std::pair<std::string, std::int64_t>> num_evicted_by_cause;
+
+  std::int64_t num_evicted() const;
 };
 
 class TrajectoryBuffer {
@@ -91,84 +89,99 @@ class TrajectoryBuffer {
   static Status create(const std::string& name, const Settings& settings,
                        std::shared_ptr<TrajectoryBuffer>* out);
   static Status attach(const std::string& name, std::shared_ptr<TrajectoryBuffer>* out);
+  // Lays a buffer out in memory that is all zeros and large enough.
+  static void format(std::byte* memory, const Settings& settings);
+  static std::uint64_t num_bytes(const Settings& settings);
 
+  // `segment` holds a buffer.
   explicit TrajectoryBuffer(std::shared_ptr<Segment> segment);
 
   const Settings& settings() const { return header_->settings; }
   std::int64_t num_slots() const { return static_cast<std::int64_t>(header_->num_slots); }
   std::int64_t staleness_bound() const;
 
-  // Blocking (lock). kWouldBlock: no credit is free.
+  // Lock-free. kWouldBlock: no credit is free.
   Status try_admit(Ticket* out);
-  // Blocking (lock). Memory to write the payload into, in place. kWouldBlock: none is free. The
-  // oldest group that is not yet taken evicts the youngest ready ones if that makes room, and has
-  // their prompts admitted again; otherwise they could hold its memory while they wait for it.
+  // Lock-free. Memory to write the payload into, in place. kWouldBlock: none is free. The oldest
+  // group that is not yet taken evicts the youngest ready ones if that makes room, and has their
+  // prompts admitted again; otherwise they could hold its memory while they wait for it.
   Status try_reserve(const Ticket& ticket, std::uint64_t num_bytes, std::uint64_t max_segments,
                      std::span<std::byte>* out);
-  // Blocking (lock). The group becomes ready; its payload must not be written any more.
+  // Wait-free. The group becomes ready; its payload must not be written any more.
   Status publish(const Ticket& ticket, std::span<const VersionSegment> segments);
-  // Blocking (lock). The credit is free at once; later groups move up.
-  Status withdraw(const Ticket& ticket, Withdrawal cause);
+  // Wait-free. kFiltered or kFailed. The credit is free at once; later groups move up.
+  Status withdraw(const Ticket& ticket, Outcome outcome);
 
-  // Blocking (lock). kWouldBlock: no group is ready that may be taken now.
+  // Lock-free. kWouldBlock: no group is ready that may be taken now.
   Status try_take(GroupView* out);
-  // Blocking (lock). Undoes a take: the group is ready again, at its old place.
+  // Lock-free. Undoes a take: the group is ready again, at its old place.
   Status put_back(Handle handle);
-  // Blocking (lock). The memory is free; the credit waits for `set_version`.
+  // Wait-free. kTrained or kRejected. The memory is free; the credit waits for `set_version`.
   Status release(Handle handle, Outcome outcome);
-  // Blocking (lock). Memory and credit are free; later groups move up.
-  Status evict(Handle handle, std::string_view cause, bool is_requeued);
-  // Blocking (lock). What a lease elsewhere holds.
+  // Wait-free. One of kEvicted*. Memory and credit are free; later groups move up.
+  Status evict(Handle handle, Outcome cause, bool is_requeued);
+  // Wait-free. What a lease elsewhere holds.
   Status view(Handle handle, GroupView* out);
 
-  // Blocking (lock). The trainer made `version`, its next, of all groups released so far.
+  // Wait-free. The trainer made `version`, its next, of all groups released so far.
   Status cut_version(std::int64_t version);
-  // Blocking (lock). All engines hold `version`; the credits of what it was trained on are free.
+  // Lock-free. All engines hold `version`; the credits of what it was trained on are free.
   Status set_version(std::int64_t version);
 
-  // Blocking (lock). One consistent count.
-  Status stats(Stats* out);
-  // Blocking (lock). One line: what blocks progress, if anything.
+  // Lock-free. Ends or returns what dead processes hold: a group that was not published is evicted
+  // and its prompt admitted again, a lease is put back. Returns the number of slots it changed.
+  std::int64_t reclaim();
+
+  // Lock-free: a slot that changes while it is counted is counted again.
+  Stats stats() const;
+  // Lock-free. One line: what blocks progress, if anything.
   std::string describe();
 
   // Wait-free but for the wake-up. Admit, reserve, publish and take then answer kClosed.
   void close();
   // Wait-free.
   bool is_closed() const;
-  // Wait-free. See EventCount; any change of the buffer counts.
-  std::uint32_t num_changes() const { return header_->changes.count(); }
-  // Blocks until there was a change since `seen` or the time is up.
-  void wait(std::uint32_t seen, std::chrono::nanoseconds timeout) {
-    header_->changes.wait(seen, timeout);
+
+  // Wait-free. See EventCount.
+  std::uint32_t num_published() const { return header_->published.count(); }
+  std::uint32_t num_freed() const { return header_->freed.count(); }
+  std::uint32_t num_wakes() const {
+    return header_->published.num_wakes() + header_->freed.num_wakes();
   }
+  // Block until `num_events` groups were published, or something was freed, since `seen`, or the
+  // time is up; then they reclaim what dead processes hold.
+  void wait_published(std::uint32_t seen, std::uint32_t num_events,
+                      std::chrono::nanoseconds timeout);
+  void wait_freed(std::uint32_t seen, std::chrono::nanoseconds timeout);
 
  private:
-  class Guard;
+  Status enter(bool even_if_closed) const;
+  Status find(Handle handle, SlotState state, const char* what, SlotValue* out) const;
+  Slot& slot(std::uint32_t number) const { return slots_[number]; }
 
-  std::span<Slot> slots() const;
-  std::int64_t* requeued() const;
-  std::byte* arena() const;
-
-  Status enter(const Guard& guard, bool even_if_closed) const;
-  Status find(Handle handle, SlotState state, const char* what, Slot** out) const;
-  void change(Slot& slot, SlotState state);
-  void free_slot(Slot& slot);
-  void leave_order(Slot& slot);
-  void requeue(std::int64_t prompt_index);
-  Cause* find_cause(std::string_view name);
-  void count_eviction(Slot& slot, Cause& cause, bool is_requeued);
-
-  Slot* oldest_untaken() const;
-  std::int64_t num_consumed() const;
-  std::int64_t num_credits_free() const;
-  bool find_room(std::uint64_t num_bytes, bool without_ready, std::uint64_t* start) const;
-  bool make_room(const Slot& slot, std::uint64_t num_bytes, std::uint64_t* start);
-  GroupView view_of(std::uint32_t slot_number) const;
-  Stats count() const;
+  bool is_admissible(const Slot& candidate, SlotValue value) const;
+  bool try_claim(std::uint32_t number, SlotValue* from);
+  bool claim_requeued(std::uint32_t* number, SlotValue* from);
+  bool claim_any(std::uint32_t* number, SlotValue* from);
+  bool take_next(std::uint32_t* number, SlotValue* reading, std::int64_t* trainer_version);
+  bool make_room(std::uint32_t number, SlotValue writing, std::uint32_t num_granules);
+  bool evict_youngest_ready(std::int64_t after);
+  Status end(const char* what, Handle handle, SlotState state, SlotState next, Outcome outcome);
+  bool end_use(std::uint32_t number, SlotValue from, SlotState next, Outcome outcome);
+  bool return_lease(std::uint32_t number, SlotValue from);
+  bool reclaim_slot(std::uint32_t number, SlotValue value);
+  GroupView view_of(std::uint32_t number, SlotValue value) const;
+  void count(const Slot& counted, Stats* out) const;
 
   std::shared_ptr<Segment> segment_;
   Header* header_;
   Layout layout_;
+  std::span<Slot> slots_;
+  OrderRing order_;
+  PayloadSlab slab_;
+  Membership membership_;
+  // Requeues that this object has looked for.
+  std::atomic<std::uint32_t> num_requeues_seen_{0};
 };
 
 }  // namespace asyncrl

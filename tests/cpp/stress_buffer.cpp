@@ -6,24 +6,17 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "buffer/trajectory_buffer.h"
+#include "check.h"
 
 using namespace asyncrl;
-
-#define CHECK(condition)                                                             \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                  \
-    }                                                                                \
-  } while (false)
 
 namespace {
 
@@ -33,19 +26,32 @@ constexpr std::int64_t kGroupsPerVersion = 4;
 constexpr std::int64_t kNumConsumed = 4000;
 constexpr std::chrono::seconds kPatience{60};
 
+constexpr std::chrono::milliseconds kSlice{50};
+
 // False once the buffer is closed.
-template <typename Attempt>
-bool retry(TrajectoryBuffer& buffer, Attempt attempt) {
+template <typename Count, typename Attempt, typename Wait>
+bool retry(Count count, Attempt attempt, Wait wait) {
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   while (true) {
-    const std::uint32_t seen = buffer.num_changes();
+    const std::uint32_t seen = count();
     const Status status = attempt();
     if (status.code == Code::kClosed) return false;
     if (status.is_ok()) return true;
     CHECK(status.code == Code::kWouldBlock);
     CHECK(std::chrono::steady_clock::now() < deadline);
-    buffer.wait(seen, std::chrono::milliseconds(50));
+    wait(seen);
   }
+}
+
+template <typename Attempt>
+bool until_freed(TrajectoryBuffer& buffer, Attempt attempt) {
+  return retry([&] { return buffer.num_freed(); }, attempt,
+               [&](std::uint32_t seen) { buffer.wait_freed(seen, kSlice); });
+}
+
+bool take(TrajectoryBuffer& buffer, GroupView* group) {
+  return retry([&] { return buffer.num_published(); }, [&] { return buffer.try_take(group); },
+               [&](std::uint32_t seen) { buffer.wait_published(seen, 1, kSlice); });
 }
 
 std::size_t num_words(std::int64_t index) {
@@ -54,14 +60,15 @@ std::size_t num_words(std::int64_t index) {
 
 void produce(TrajectoryBuffer* buffer) {
   Ticket ticket;
-  while (retry(*buffer, [&] { return buffer->try_admit(&ticket); })) {
+  while (until_freed(*buffer, [&] { return buffer->try_admit(&ticket); })) {
     if (ticket.index % 11 == 5) {
-      CHECK(buffer->withdraw(ticket, Withdrawal::kFiltered).is_ok());
+      CHECK(buffer->withdraw(ticket, Outcome::kFiltered).is_ok());
       continue;
     }
     std::span<std::byte> memory;
     const std::size_t num_bytes = num_words(ticket.index) * sizeof(std::int64_t);
-    if (!retry(*buffer, [&] { return buffer->try_reserve(ticket, num_bytes, 1, &memory); })) return;
+    const auto reserve = [&] { return buffer->try_reserve(ticket, num_bytes, 1, &memory); };
+    if (!until_freed(*buffer, reserve)) return;
     std::fill_n(reinterpret_cast<std::int64_t*>(memory.data()), num_words(ticket.index),
                 ticket.index);
     const VersionSegment segment{0, ticket.policy_version};
@@ -70,10 +77,9 @@ void produce(TrajectoryBuffer* buffer) {
 }
 
 void check_books(TrajectoryBuffer* buffer) {
-  Stats stats;
-  CHECK(buffer->stats(&stats).is_ok());
-  CHECK(stats.num_admitted == stats.num_trained + stats.num_rejected + stats.num_evicted +
-                                  stats.num_filtered + stats.num_failed + stats.num_in_flight);
+  const Stats stats = buffer->stats();
+  CHECK(stats.num_admitted == std::accumulate(std::begin(stats.num_ended),
+                                              std::end(stats.num_ended), stats.num_in_flight));
 }
 
 // Consumers together are the trainer: each kGroupsPerVersion releases make a version.
@@ -83,7 +89,7 @@ class Trainer {
 
   void consume() {
     GroupView group;
-    while (retry(*buffer_, [&] { return buffer_->try_take(&group); })) {
+    while (take(*buffer_, &group)) {
       const auto* words = reinterpret_cast<const std::int64_t*>(group.payload.data());
       CHECK(group.payload.size() == num_words(group.index) * sizeof(std::int64_t));
       CHECK(std::all_of(words, words + num_words(group.index),
@@ -92,7 +98,7 @@ class Trainer {
       CHECK(num_taken_[static_cast<std::size_t>(group.index)].fetch_add(
                 1, std::memory_order_relaxed) == 0);
       if (group.index % 13 == 6) {
-        CHECK(buffer_->evict(group.handle, "stale", true).is_ok());
+        CHECK(buffer_->evict(group.handle, Outcome::kEvictedStale, true).is_ok());
       } else {
         release(group);
       }
@@ -132,14 +138,14 @@ int main() {
   for (int i = 0; i < kNumProducers; ++i) threads.emplace_back(produce, buffer.get());
   for (int i = 0; i < kNumConsumers; ++i) threads.emplace_back([&] { trainer.consume(); });
   for (std::thread& thread : threads) thread.join();
-  Stats stats;
-  CHECK(buffer->stats(&stats).is_ok());
-  CHECK(stats.num_trained == trainer.num_released());
+  const Stats stats = buffer->stats();
+  const std::int64_t num_trained = stats.num_ended[static_cast<int>(Outcome::kTrained)];
+  CHECK(num_trained == trainer.num_released());
   CHECK(stats.max_staleness_seen <= stats.staleness_bound);
   CHECK(Segment::unlink(name).is_ok());
   std::printf("ok: %lld admitted, %lld trained, %lld evicted, staleness %lld of at most %lld\n",
-              static_cast<long long>(stats.num_admitted), static_cast<long long>(stats.num_trained),
-              static_cast<long long>(stats.num_evicted),
+              static_cast<long long>(stats.num_admitted), static_cast<long long>(num_trained),
+              static_cast<long long>(stats.num_evicted()),
               static_cast<long long>(stats.max_staleness_seen),
               static_cast<long long>(stats.staleness_bound));
 }

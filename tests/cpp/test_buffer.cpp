@@ -2,23 +2,15 @@
 #include <unistd.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
 
 #include "buffer/staleness.h"
 #include "buffer/trajectory_buffer.h"
+#include "check.h"
 
 using namespace asyncrl;
-
-#define CHECK(condition)                                                             \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                  \
-    }                                                                                \
-  } while (false)
 
 namespace {
 
@@ -54,11 +46,7 @@ class Fixture {
     return group;
   }
 
-  Stats stats() {
-    Stats out;
-    CHECK(buffer_->stats(&out).is_ok());
-    return out;
-  }
+  Stats stats() { return buffer_->stats(); }
 
  private:
   static inline int num_made_ = 0;
@@ -102,7 +90,7 @@ void a_ready_group_overtakes_no_further_than_the_lookahead() {
   buffer.put(fourth, 0);
   GroupView group;
   CHECK(buffer->try_take(&group).code == Code::kWouldBlock);
-  CHECK(buffer->withdraw(filtered, Withdrawal::kFiltered).is_ok());
+  CHECK(buffer->withdraw(filtered, Outcome::kFiltered).is_ok());
   CHECK(buffer.take().index == 2);
   // Overtakers stay in the order: the fourth is still two past the oldest.
   CHECK(buffer->try_take(&group).code == Code::kWouldBlock);
@@ -133,9 +121,9 @@ void a_handle_is_used_up_once() {
   Fixture buffer({1.0, 2, 0, 0, 1 << 16});
   const Ticket ticket = buffer.admit();
   buffer.put(ticket, 0);
-  CHECK(buffer->withdraw(ticket, Withdrawal::kFailed).code == Code::kStaleHandle);
+  CHECK(buffer->withdraw(ticket, Outcome::kFailed).code == Code::kStaleHandle);
   const GroupView group = buffer.take();
-  CHECK(buffer->evict(group.handle, "stale", true).is_ok());
+  CHECK(buffer->evict(group.handle, Outcome::kEvictedStale, true).is_ok());
   CHECK(buffer->release(group.handle, Outcome::kTrained).code == Code::kStaleHandle);
   const Ticket again = buffer.admit();
   CHECK(again.prompt_index == 0 && again.index == 1);
@@ -157,8 +145,8 @@ void the_oldest_group_gets_the_memory_of_the_youngest() {
   CHECK(buffer->try_reserve(oldest, 5000, 1, &memory).code == Code::kInvalidArgument);
   buffer.put(oldest, 0, 2048);
   const Stats stats = buffer.stats();
-  CHECK(stats.num_evicted == 1 && stats.num_requeued == 1 && stats.num_ready == 2);
-  CHECK(stats.num_evicted_by_cause.front().first == "memory");
+  CHECK(stats.num_evicted() == 1 && stats.num_requeued == 1 && stats.num_ready == 2);
+  CHECK(stats.num_ended[static_cast<int>(Outcome::kEvictedMemory)] == 1);
   CHECK(buffer.take().index == 0);
   CHECK(buffer.take().index == 1);
   CHECK(buffer.admit().prompt_index == third.prompt_index);
@@ -174,7 +162,7 @@ void a_closed_buffer_ends_leases_but_starts_nothing() {
   GroupView other;
   CHECK(buffer->try_admit(&ticket).code == Code::kClosed);
   CHECK(buffer->try_take(&other).code == Code::kClosed);
-  CHECK(buffer->withdraw(open, Withdrawal::kFailed).is_ok());
+  CHECK(buffer->withdraw(open, Outcome::kFailed).is_ok());
   CHECK(buffer->release(group.handle, Outcome::kRejected).is_ok());
   CHECK(buffer.stats().num_in_flight == 0);
 }
